@@ -3,6 +3,8 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 VENV := .venv
 BIN := $(VENV)/bin
+# The library with its command; and that with everything that tests, lint and benchmarks need.
+LIBRARY := $(VENV)/.library-installed
 STAMP := $(VENV)/.installed
 TORCH := torch==2.13.0
 # Much of a test is waiting, for processes to start and for deadlines to pass.
@@ -11,14 +13,18 @@ WORKERS ?= 2
 .DEFAULT_GOAL := test
 .PHONY: demo test test-slow lint docs bench clean
 
-$(STAMP): pyproject.toml constraints.txt
+$(LIBRARY): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install -q -c constraints.txt $(TORCH)
+	$(BIN)/python -m pip install -q -c constraints.txt -e '.[cli]'
+	touch $@
+
+$(STAMP): $(LIBRARY)
 	$(BIN)/python -m pip install -q -c constraints.txt -e '.[dev,cli]'
 	$(BIN)/python tests/support/fetch_torchft.py
 	touch $@
 
-demo: $(STAMP)
+demo: $(LIBRARY)
 	$(BIN)/python -m torchrelay.demo
 
 lint: $(STAMP)
@@ -37,14 +43,26 @@ test-slow: $(STAMP)
 	TEST_ROUNDS=all $(BIN)/python -m pytest -m "slow or rounds"
 
 # The site, in build/site. Generated pages and figures are written again first.
-docs: $(STAMP)
-	$(BIN)/python -m tools.docs.reference
-	$(BIN)/python -m benchmarks.figures
+docs: pages
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
 
 bench: $(STAMP)
 	$(BIN)/python -m benchmarks
 	$(BIN)/python -m benchmarks --only checkpoint
+
+.PHONY: pages package
+
+# The generated documentation: reference, figures, module pages, index, section map.
+pages: $(STAMP)
+	$(BIN)/python -m tools.docs.reference
+	$(BIN)/python -m benchmarks.figures
+	$(BIN)/python -m tools.docs
+
+# Wheel and source archive, in dist.
+package: $(STAMP)
+	rm -rf dist
+	$(BIN)/python -m build
+	$(BIN)/python -m twine check --strict dist/*
 
 clean:
 	rm -rf build dist src/*.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis

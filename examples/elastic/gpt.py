@@ -53,8 +53,8 @@ class GPT(nn.Module):
 
 
 class Text:
-    """Batches of the text. Its state is how far it has been read, by all ranks together: so any
-    number of ranks can go on from there."""
+    """Batches of the text. Its state is the number of bytes that all ranks together have
+    read, so a job with any number of ranks can continue from there."""
 
     def __init__(self, rank: int, world: int) -> None:
         self._text = torch.tensor(list(TEXT.read_bytes()))

@@ -4,8 +4,8 @@ torchft_lighthouse --min_replicas 1 &
 TORCHFT_LIGHTHOUSE=http://localhost:29510 python examples/torchft/train.py --replica 0
 TORCHFT_LIGHTHOUSE=http://localhost:29510 python examples/torchft/train.py --replica 1
 
-Kill either of them and start it again. torchft forms a new quorum, and `RelayTransport` brings the
-state of the replica that went on. Needs torchft with its native part, which has wheels for x86_64.
+Kill either of them and start it again. torchft forms a new quorum, and `RelayTransport` copies
+the state of the surviving replica. Needs torchft with its native part, which has wheels for x86_64.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def train(replica: int, replicas: int, steps: int, lighthouse: str | None) -> di
         timeout=TIMEOUT,
         checkpoint_transport=RelayTransport(group, TIMEOUT),
     )
-    # -- training, as ever -----------------------------------------------------------------------
+    # -- training as usual -----------------------------------------------------------------------
     losses: dict[int, str] = {}
     try:
         wrapped, optimizer = DistributedDataParallel(manager, model), Optimizer(manager, inner)

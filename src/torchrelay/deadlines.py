@@ -10,7 +10,7 @@ from datetime import timedelta
 
 from torchrelay.errors import UsageError
 
-TICK = 0.1  # seconds after which a wait that nobody wakes looks again
+TICK = 0.1  # seconds after which a wait that is not woken checks again
 LOOK_UP = 0.5  # seconds: a signal that comes just before a wait begins does not end that wait
 
 
@@ -29,7 +29,8 @@ def seconds_of(timeout: Timeout, name: str = "timeout") -> float:
 
 
 def wait_until_set(event: threading.Event, seconds: float | None = None) -> bool:
-    """Whether an event comes within so many seconds, or at all. A user's interrupt is heard."""
+    """True if the event is set within `seconds`; without them, waits for as long as it takes. A
+    user's interrupt ends the wait."""
     end = None if seconds is None else time.monotonic() + seconds
     while True:
         left = LOOK_UP if end is None else end - time.monotonic()
@@ -54,7 +55,7 @@ class Deadline:
         return self.left() - min(TELLING, self.seconds / 16)
 
     def hasten(self, seconds: float) -> None:
-        """End in so many seconds, if that is sooner."""
+        """End `seconds` from now, if that is sooner."""
         self._end = min(self._end, time.monotonic() + seconds)
 
     @property

@@ -4,15 +4,15 @@
     ├── StateError                 ours: what the caller handed in
     │   ├── UnsupportedLeafError       a leaf that cannot travel exactly
     │   └── MismatchError              `into=` does not fit what is offered
-    ├── UsageError                 ours: a call that cannot mean anything (bad rank, closed relay)
+    ├── UsageError                 ours: invalid arguments, or a closed object
     ├── RouteError                 the route that was asked for cannot be taken
     ├── StepMismatchError          the offered step is not the one asked for
     ├── ManifestError              bytes that are not a valid manifest
-    ├── DigestError                bytes that are not the ones that were sent
+    ├── DigestError                received bytes differ from the sent ones
     ├── RemoteProtocolError        the peer broke the protocol, or speaks another one
-    ├── PeerError                  the peer's: it said so, or it is gone
+    ├── PeerError                  the peer's: it reported a failure, or it is gone
     │   ├── PeerRefusedError           a receiver turned the state down
-    │   ├── PeerAbortedError           a sender gave up and said why
+    │   ├── PeerAbortedError           a sender gave up and sent its reason
     │   └── PeerLostError              the connection to a rank broke
     ├── EndpointError              an endpoint cannot be opened, or does not answer as one
     ├── CheckpointError            a step could not be written or read; `file` says where
@@ -21,8 +21,8 @@
     │   ├── StepNotFoundError          no such step, or none that verifies
     │   │   └── NothingToRecoverError      every source of a recovery is empty: a first start
     │   ├── RecoveryError              sources of a recovery have steps, and none can be used
-    │   ├── DamagedError               bytes at rest that are not the ones that were written
-    │   ├── FormatError                a step of a format that this version does not know
+    │   ├── DamagedError               stored bytes differ from the written ones
+    │   ├── FormatError                a step of a format that is newer than this version
     │   ├── StorageTimeoutError        the storage did not answer in time (also a TimeoutError)
     │   └── CommitUnknownError         the step may have been committed: look again
     ├── TransferTimeoutError       a deadline passed (also a TimeoutError)
@@ -37,8 +37,8 @@ from typing import Any
 
 
 class RelayError(Exception):
-    """Base of all torchrelay errors. Unknown context is `None`. `report`, where a `send` ended with
-    the error, tells how each receiver fared."""
+    """Base of all torchrelay errors. Unknown context is `None`. If a `send` ended with the error,
+    `report` has the outcome of each receiver."""
 
     report: Any = None
 
@@ -79,7 +79,7 @@ class MismatchError(StateError):
 
 
 class UsageError(RelayError, ValueError):
-    """The call itself makes no sense: a rank outside the group, a relay already closed."""
+    """Invalid arguments, or a closed object: a rank outside of the group, a closed relay."""
 
 
 class RouteError(RelayError):
@@ -111,7 +111,7 @@ class PeerRefusedError(PeerError):
 
 
 class PeerAbortedError(PeerError):
-    """The sender gave up and said why."""
+    """The sender gave up; the message has its reason."""
 
 
 class PeerLostError(PeerError):
@@ -119,8 +119,8 @@ class PeerLostError(PeerError):
 
 
 class EndpointError(RelayError):
-    """An endpoint cannot be opened, or what is at a URL does not answer as one: a wrong token, a
-    certificate that does not hold, another program. The message names the URL."""
+    """An endpoint cannot be opened, or a URL does not answer as one: a wrong token, an invalid
+    certificate, another program. The message names the URL."""
 
 
 class CheckpointError(RelayError):
@@ -136,28 +136,28 @@ class CheckpointError(RelayError):
 
 
 class StepExistsError(CheckpointError, FileExistsError):
-    """The step is committed. Save under another step, or say `overwrite=True`."""
+    """The step is committed already. Save under another step, or pass `overwrite=True`."""
 
 
 class StepOrderError(CheckpointError):
-    """The step is below the newest one, which a restart would take. `rollback` sets that aside."""
+    """The step is below the newest one, which a restart would load. Call `rollback` first."""
 
 
 class StepNotFoundError(CheckpointError, FileNotFoundError):
-    """There is no such step, or none of those that are there verifies."""
+    """The step does not exist, or no existing step verifies."""
 
 
 class NothingToRecoverError(StepNotFoundError):
-    """Every source could be asked, and none has a step: this is a first start."""
+    """Every source answered, and none has a step: this is a first start."""
 
 
 class RecoveryError(CheckpointError):
-    """Sources have steps, or may have, and none can be used: damaged, too old, of another format,
-    or the source cannot be reached. The message says why for each. Do not start from step 0."""
+    """Sources have steps, or may have them, and none can be used: damaged, too old, of another
+    format, or unreachable. The message has the reason for each. Do not start from step 0."""
 
 
 class DamagedError(CheckpointError):
-    """Bytes at rest differ from those written: `file`, `path` (the leaf) and `offset` say where."""
+    """Stored bytes differ from those written, at `file`, `path` (the leaf) and `offset`."""
 
     def __init__(self, message: str, *, offset: int | None = None, **context: Any) -> None:
         super().__init__(message, **context)
@@ -165,18 +165,18 @@ class DamagedError(CheckpointError):
 
 
 class FormatError(CheckpointError, ManifestError):
-    """A step of a format that this version does not know: a later one wrote it. It may be whole,
-    and no older one is loaded in its place. Read it with the torchrelay that wrote it."""
+    """A newer version of torchrelay wrote the step. It may be intact, so no older step is loaded
+    instead. Read it with the version that wrote it."""
 
 
 class StorageTimeoutError(CheckpointError, TimeoutError):
-    """The file system or service did not answer by the deadline. A step that was being saved is not
-    committed and will not be: the error for one that may be is `CommitUnknownError`."""
+    """The storage did not answer by the deadline. A step that was being saved is not committed and
+    will not be; `CommitUnknownError` is raised if it may be."""
 
 
 class CommitUnknownError(CheckpointError):
-    """A step was about to be committed, and whether it was is not known: `step in
-    checkpointer.steps()` tells. Every other failure of a save means that it was not committed."""
+    """The outcome of a commit is unknown: check `step in checkpointer.steps()`. Every other failure
+    of a save means that the step was not committed."""
 
 
 class TransferTimeoutError(RelayError, TimeoutError):
@@ -185,4 +185,4 @@ class TransferTimeoutError(RelayError, TimeoutError):
 
 class TornStateError(RelayError):
     """A receive or load with `atomic=False` stopped midway, or an object that the message names
-    refused its state and could not be put back. Receive again; `__cause__` is what went wrong."""
+    rejected its state and could not be restored. Receive again; `__cause__` has the reason."""

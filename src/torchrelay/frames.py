@@ -1,4 +1,4 @@
-"""What a failed call leaves behind: nothing but its exception."""
+"""A failed call leaves its exception behind, and no tensors in the frames of its traceback."""
 
 from __future__ import annotations
 

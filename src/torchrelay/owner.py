@@ -41,7 +41,7 @@ class Owner:
 
 
 class Owned(Protocol):
-    """What has an end in its own process, and is let go of in a fork."""
+    """An object that its own process closes, and that a forked child detaches from."""
 
     @property
     def url(self) -> str: ...
@@ -79,7 +79,7 @@ def _close_all() -> None:
 
 
 def _raised_by_signals() -> tuple[type[Exception], ...]:
-    """What torchrun's workers raise in their handler of SIGTERM."""
+    """The exceptions that torchrun's workers raise in their handler of SIGTERM."""
     elastic = sys.modules.get("torch.distributed.elastic.multiprocessing.api")
     return () if elastic is None else (elastic.SignalException,)
 

@@ -14,9 +14,9 @@ logger = logging.getLogger("torchrelay")
 
 
 class Pending:
-    """A step that is being saved, published or staged. The state that it was made of may change.
+    """A step that is being saved, published or staged. The caller may change the state meanwhile.
 
-    `skipped` says why it was never begun, or is None. `seen`: a caller knows of the failure, if
+    `skipped`: why the work was never begun, or None. `seen`: a caller has seen the failure, if
     there is one.
     """
 
@@ -44,10 +44,10 @@ class Pending:
         return self._ended.is_set()
 
     def result(self, timeout: Timeout | None = None) -> Report | None:
-        """Wait until the step is committed, or can be read; None if it was skipped. Raises what
-        went wrong.
+        """Wait until the step is committed, or can be read; None if it was skipped. Raises the
+        failure of the work.
 
-        `TimeoutError` after `timeout` seconds; the work continues.
+        Raises `TimeoutError` after `timeout` seconds; the work continues.
         """
         fault = self.exception(timeout)
         if fault is not None:
@@ -55,7 +55,7 @@ class Pending:
         return self._report
 
     def exception(self, timeout: Timeout | None = None) -> BaseException | None:
-        """Wait for the end and return the failure, or None. `TimeoutError` as for `result`."""
+        """Wait for the end and return the failure, or None. Raises `TimeoutError` like `result`."""
         self._owner.check()
         seconds = None if timeout is None else seconds_of(timeout)
         if not wait_until_set(self._ended, seconds):
@@ -67,11 +67,11 @@ class Pending:
         return self._fault
 
     def ends_within(self, seconds: float) -> bool:
-        """True if the work ends within so many seconds, with or without success."""
+        """True if the work ends within `seconds`, with or without success."""
         return wait_until_set(self._ended, seconds)
 
     def end(self, report: Report | None, fault: BaseException | None) -> None:
-        """Called once, by what does the work."""
+        """Called once, when the work has ended."""
         self._report, self._fault = report, fault
         if fault is not None:
             logger.error("%s step %d failed: %s", self._work, self.step, fault)

@@ -1,4 +1,4 @@
-"""How far a transfer, a save or a load has come, for whoever wants to know."""
+"""Progress of a transfer, a save or a load."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torchrelay.errors import UsageError
 
 
 class Progress(NamedTuple):
-    """Bytes that have gone out, come in or been looked at, of all."""
+    """Bytes sent, received or checked so far, and their total."""
 
     done: int
     total: int
@@ -31,7 +31,7 @@ def _checked(progress: ProgressCallback | None) -> ProgressCallback | None:
 
 
 def untold(done: int, total: int) -> None:
-    """Progress that nobody asked for."""
+    """A progress function that ignores its arguments."""
 
 
 class Bar:

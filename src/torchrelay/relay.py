@@ -57,8 +57,8 @@ class Relay:
     connections at a time: two to eight by default, by the number of cores.
 
     Calls from several threads at once are fine. The relay keeps its transfer buffers and the memory
-    that received states were in (at most `pool` bytes while idle, a quarter of the machine's by
-    default) until `close`.
+    of received states that are gone (at most `pool` bytes while idle, a quarter of the machine's
+    by default) until `close`.
     """
 
     def __init__(
@@ -124,12 +124,12 @@ class Relay:
         Objects with `state_dict` and `load_state_dict` may be in it at any depth, or be it. The
         state must not change until this returns. Receivers that are absent, late or lost are named
         in `report.failed` and do not keep the others from getting it. A receiver that was lost
-        after it was told to commit may have the state: it is in `report.unknown`, and the report of
-        the next send to it tells in `settled`. Raises if no receiver is known to have the state,
-        and if one refused it: `PeerRefusedError`, `StepMismatchError` or `RouteError`; the error's
-        `report` tells how each fared. `timeout` bounds the whole call; `join_timeout` is how long
-        to wait for the first receiver to come, if less than that. `route` is as for the relay, for
-        this call.
+        after the sender asked it to commit may have the state: it is in `report.unknown`, and
+        `settled` of the report of the next send to it has the outcome. Raises if no receiver is
+        known to have the state, and if one refused it: `PeerRefusedError`, `StepMismatchError` or
+        `RouteError`; `report` of the error has the outcome of each receiver. `timeout` bounds the
+        whole call; `join_timeout` is how long to wait for the first receiver to come, if less than
+        that. `route` is as for the relay, for this call.
         """
         ranks = self._peers(to)
         deadline = Deadline(self._timeout if timeout is None else timeout)
@@ -270,7 +270,7 @@ class Relay:
         return SharedState(self._group, state, step, self._timeout)
 
     def peer(self, rank: int) -> PeerSource:
-        """What a rank of the group shares by `share`, as a source of `recover`."""
+        """The state that a rank of the group offers with `share`, as a source of `recover`."""
         from torchrelay.sources.peer import PeerNotes, PeerSource
 
         self._check_in_group(rank)

@@ -9,12 +9,12 @@ Peer = int | str  # a rank, or the name of a source: a URL, a directory
 
 
 class Outcome(NamedTuple):
-    """What became of one of the other sides of a call.
+    """The outcome of one peer of a call.
 
-    - `why`: the reason, where it failed or is unknown.
-    - `bytes`: how many of the state came from it; None for a receiver.
-    - `rerouted`: the sender served it itself, after another receiver had fed it.
-    - `settled`: whether it had got the state of an earlier send, which left it unknown.
+    - `why`: the reason, if the peer failed or its outcome is unknown.
+    - `bytes`: bytes of the state that came from this source; None for a receiver.
+    - `rerouted`: the sender took over from another receiver that had fed this one.
+    - `settled`: whether it has the state of an earlier send whose outcome was unknown.
     """
 
     status: Literal["done", "failed", "unknown"] = "done"
@@ -26,7 +26,7 @@ class Outcome(NamedTuple):
 
 
 class Attempt(NamedTuple):
-    """A source or a step that a load or a recovery looked at, and what became of it."""
+    """A source or a step that a load or a recovery tried, and the outcome."""
 
     source: str
     step: int | None
@@ -38,8 +38,8 @@ class Attempt(NamedTuple):
 
 
 class Traffic(NamedTuple):
-    """Data that this rank sent or received: its bytes, its messages or copies, and the connections
-    that carried it."""
+    """Data that this rank sent or received: bytes, messages or copies, and the number of
+    connections."""
 
     bytes: int = 0
     messages: int = 0
@@ -48,7 +48,7 @@ class Traffic(NamedTuple):
 
 @dataclass(frozen=True)
 class Report:
-    """How a call went, as this rank saw it. `str` of it is for people."""
+    """The outcome of a call on this rank. `str(report)` is a summary for people."""
 
     step: int | None
     bytes: int  # of the state; of this rank's part, where ranks save or load together
@@ -67,7 +67,7 @@ class Report:
 
     @property
     def route(self) -> str:
-        """How the bytes went; "mixed" where that differs between peers."""
+        """The route of the bytes; "mixed" if peers differ."""
         taken = set(self.routes.values())
         return taken.pop() if len(taken) == 1 else "mixed" if taken else ""
 
@@ -88,22 +88,22 @@ class Report:
 
     @property
     def source(self) -> Peer | None:
-        """The source that was chosen, and of several the first."""
+        """The source that was chosen; the first of several."""
         return next(iter(self.sources), None)
 
     @property
     def failed(self) -> dict[Peer, str]:
-        """Peers that have not got the state, or were dropped as sources, and why."""
+        """Peers that do not have the state, or were dropped as sources, with the reasons."""
         return {name: peer.why for name, peer in self._with("failed").items()}
 
     @property
     def unknown(self) -> dict[Peer, str]:
-        """Receivers that may have the state or not, and why that is not known."""
+        """Receivers whose outcome is unknown, with the reasons."""
         return {name: peer.why for name, peer in self._with("unknown").items()}
 
     @property
     def settled(self) -> dict[Peer, bool]:
-        """Receivers that an earlier send left unknown: whether they had got that state."""
+        """Receivers whose outcome an earlier send left unknown: whether they have that state."""
         return {name: peer.settled for name, peer in self.peers.items() if peer.settled is not None}
 
     @property
@@ -133,8 +133,8 @@ class Report:
 
 @dataclass(frozen=True, eq=False)
 class Loaded:
-    """A state that was received, loaded, pulled or recovered: its step, None where the sender named
-    none, and how it went. With `pull(reshare=True)`, `seed` serves the step until it is closed."""
+    """A state that was received, loaded, pulled or recovered, with its step (None if the sender
+    named none) and the report. With `pull(reshare=True)`, `seed` serves the step until closed."""
 
     state: Any = field(repr=False)
     step: int | None

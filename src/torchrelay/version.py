@@ -1,3 +1,3 @@
-"""The version of this library. It stands in every commit record."""
+"""The version of this library; every commit record contains it."""
 
 __version__ = "0.1.0"

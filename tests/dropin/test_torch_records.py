@@ -1,4 +1,4 @@
-"""The helpers beside torch's `PGTransport` keep its contracts, and refuse what it gets wrong."""
+"""The helpers of torch's `PGTransport` keep its contracts and refuse unsupported tensors."""
 
 from __future__ import annotations
 

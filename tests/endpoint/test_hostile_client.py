@@ -1,4 +1,4 @@
-"""Clients that stall, shout or try their luck: the endpoint goes on, and so does the trainer."""
+"""Clients that stall, flood or guess: the endpoint continues, and so does the trainer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Ranks that each serve their part of a sharded state, at one URL; whole or cut anew elsewhere."""
+"""Ranks that each serve their part of a sharded state, at one URL; read whole or resharded."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every state comes through an endpoint as it was, and a training goes on from it."""
+"""Every state comes through an endpoint as it was, and training resumes from it."""
 
 from __future__ import annotations
 

@@ -75,7 +75,7 @@ def proof(text: bytes) -> Iterator[int]:
     made.close()
 
 
-NO_MEMFD, ANOTHER = "a file that is no memfd", "another process has the sender's number"
+NO_MEMFD, ANOTHER = "the file is not a memfd", "another process has the sender's number"
 SHOWN: dict[str, tuple[Callable[[], contextlib.AbstractContextManager[int]], str]] = {
     "its claim": (lambda: proof(CLAIM), ""),
     "a FIFO": (fifo, NO_MEMFD),

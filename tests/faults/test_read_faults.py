@@ -333,7 +333,7 @@ def test_a_step_of_many_files_is_saved_and_loaded_with_few_open(tmp_path: Path) 
     assert len(list((tmp_path / "step-1").iterdir())) == MANY + 1
 
 
-# What is no plain file ---------------------------------------------------------------------------
+# Not a regular file ------------------------------------------------------------------------------
 
 
 def fifo(path: Path) -> None:
@@ -354,7 +354,7 @@ def test_what_is_no_plain_file_is_damage_and_is_not_waited_for(
     make(tmp_path / "step-2" / name)
     with tr.Checkpointer(tmp_path, timeout=60) as held:
         into = state(0)
-        with pytest.raises(tr.errors.DamagedError, match="no plain file"):
+        with pytest.raises(tr.errors.DamagedError, match="not a regular file"):
             held.load(into, step=2)
         with pytest.raises(tr.errors.DamagedError):
             held.verify(2)

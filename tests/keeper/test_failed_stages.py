@@ -1,4 +1,4 @@
-"""A stage that fails on one rank is told to the others at once, and the next one is right."""
+"""A stage that fails on one rank fails on the others at once, and the next one succeeds."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Several ranks have parts of a state; a receiver gets what it lacks, cut anew for its mesh."""
+"""Several ranks have parts of a state; a receiver gets its part, resharded for its mesh."""
 
 from __future__ import annotations
 

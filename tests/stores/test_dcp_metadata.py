@@ -1,4 +1,4 @@
-"""What `Writer` and `Reader` tell torch's DCP of a save and a load, beside `FileSystemWriter`'s."""
+"""The metadata that `Writer` and `Reader` give torch's DCP, compared with `FileSystemWriter`'s."""
 
 from __future__ import annotations
 

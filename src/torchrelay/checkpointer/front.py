@@ -50,18 +50,18 @@ class Checkpointer:
     together: each makes the same calls in the same order. Without a group, or with `group=False`,
     the process works alone.
 
-    - `keep`: which steps stay; a number means that many of the newest. The coordinator removes
-      older ones once a new one is committed; other ranks may see them for a moment after `wait`.
+    - `keep`: which steps to retain; a number means that many of the newest. Rank 0 removes older
+      steps after a commit; other ranks may see them for a moment after `wait`.
     - `timeout` bounds each call, and an asynchronous save to its commit.
-    - `keeper`: where `stage` keeps states in memory, between those that are saved; `save_async`
-      stages there too, so that the step outlives this process before it is written.
+    - `keeper`: holds the states of `stage` in memory, between those that are saved. `save_async`
+      stages there, too, so that a step outlives this process before it is written.
     - `memory_budget` bounds the staged copy of `save_async` in bytes; by default it is one copy.
     - `stage_on`: where `save_async` copies a state to while the caller waits. "device": GPU tensors
       to a copy in GPU memory, which stays there for the next save; "host": to host memory; "auto":
       to the device if the copy fits next to what training has used at its peak.
     - `file_bytes`: the size at which tensors go to another data file; None: any size.
-    - `signals`: those that `reached_preemption` waits for.
-    - `read_only`: nothing is cleaned up at the start, and saving and deleting are refused.
+    - `signals`: the signals that `reached_preemption` reacts to.
+    - `read_only`: clean nothing up at the start, and refuse to save or delete.
 
     A context manager; `close` ends the writer process and frees the staged memory.
     """
@@ -194,7 +194,7 @@ class Checkpointer:
             self._saver.pending.result(timeout)
 
     def reached_preemption(self, step: int) -> bool:
-        """Whether the job was asked to stop: then save the state, and end the loop.
+        """True if the job was asked to stop: save the state, and end the loop.
 
         All ranks call it once for each step, with the same steps. A signal (`signals=`, SIGTERM by
         default) to any rank makes it return True on all ranks from the same step on, a step or two
@@ -210,7 +210,7 @@ class Checkpointer:
 
     @property
     def failures(self) -> int:
-        """How many asynchronous saves of this checkpointer have failed."""
+        """The number of asynchronous saves of this checkpointer that have failed."""
         return self._saver.failures
 
     # Loading.
@@ -271,7 +271,7 @@ class Checkpointer:
     # Managing steps.
 
     def steps(self) -> list[int]:
-        """Committed steps, in ascending order. Does not look at their bytes: see `verify`."""
+        """Committed steps, in ascending order. Does not read their bytes: see `verify`."""
         return self._bounded("list the steps", self._catalog.steps)
 
     def latest(self) -> int | None:
@@ -287,7 +287,7 @@ class Checkpointer:
     def verify(self, step: int | None = None, *, progress: ProgressCallback | None = None) -> int:
         """Read every byte of a step (the newest, by default) and check every digest.
 
-        Returns the step; `DamagedError` says what is wrong with it.
+        Returns the step. Raises `DamagedError` with the first fault.
         """
         if step is not None:
             step = check_step(step)
@@ -296,7 +296,7 @@ class Checkpointer:
         return self._bounded("verify", lambda: self._catalog.verify(step, progress, patience))
 
     def holds(self, step: int) -> bool:
-        """Whether a step's commit record is whole and its files have the recorded sizes."""
+        """True if a step's commit record is intact and its files have the recorded sizes."""
         step = check_step(step)
         return self._bounded("look at a step", partial(self._catalog.holds, step))
 
@@ -323,7 +323,7 @@ class Checkpointer:
         return export_hf(model, target, deadline.left(), shard_bytes=shard_bytes)
 
     def delete(self, step: int) -> None:
-        """Remove a step. One rank does it."""
+        """Remove a step. Call it on one rank."""
         self._check_writable()
         step = check_step(step)
         self._bounded("delete", partial(self._catalog.delete, step))

@@ -27,7 +27,7 @@ class Keep:
         return self.wanted(steps)
 
     def most(self) -> int | None:
-        """The number of steps that stay at most; None if there is no bound."""
+        """The largest number of steps that the policy retains; None if unbounded."""
         return None
 
     def __or__(self, other: Keep | int) -> Keep:
@@ -46,8 +46,8 @@ def policy(keep: Keep | int | None) -> Keep:
 
 
 def checked_metrics(metrics: Mapping[str, float] | None) -> dict[str, float]:
-    """The metrics of a save as finite numbers; `UsageError` for what is no number. One that is not
-    finite is left out with a warning: a loss that is NaN is no reason to lose the step."""
+    """The finite metrics of a save. Raises `UsageError` for a value that is not a number. A value
+    that is not finite is dropped with a warning, so that a NaN loss does not cost the step."""
     if metrics is None:
         return {}
     if not isinstance(metrics, Mapping) or len(metrics) > MAX_METRICS:

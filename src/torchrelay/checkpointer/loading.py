@@ -83,7 +83,7 @@ class Loading:
         self._waves: tuple[list[Wave], list[Wave]] | None = None
 
     def _portion(self, image: int) -> Portion:
-        """What an image of the share has of the step."""
+        """The part of the step that fills an image of the share."""
         found = self._portions.get(image)
         if found is None:
             share, source = self._share, int(self._share.sources[image])

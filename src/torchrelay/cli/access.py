@@ -17,11 +17,11 @@ if TYPE_CHECKING:
     from torchrelay.sources.endpoint import EndpointSource
 
 TOKEN_FILE = typer.Option(
-    None, "--token-file", help="A file with the token of endpoints; or set TORCHRELAY_TOKEN."
+    None, "--token-file", help="File with the token of endpoints (or set TORCHRELAY_TOKEN)."
 )
-CAFILE = typer.Option(None, "--cafile", help="Certificates that an endpoint's is signed by.")
-CERTFILE = typer.Option(None, "--certfile", help="Serve by TLS with this certificate,")
-KEYFILE = typer.Option(None, "--keyfile", help="and this key.")
+CAFILE = typer.Option(None, "--cafile", help="Certificates of the authorities to trust.")
+CERTFILE = typer.Option(None, "--certfile", help="Certificate to serve TLS with.")
+KEYFILE = typer.Option(None, "--keyfile", help="Private key of the certificate.")
 
 _given: dict[str, str] = {}
 

@@ -1,4 +1,4 @@
-"""What commands print: one-line errors, progress bars, tables, JSON.
+"""Output of commands: one-line errors, progress bars, tables, JSON.
 
 Exit statuses: 0, everything is right; 1, an error, or a step that is damaged; 2, a wrong command
 line; 130, interrupted.
@@ -95,14 +95,15 @@ def print_columns(rows: Sequence[Sequence[str]]) -> None:
 
 
 def wrong(fault: RelayError | OSError) -> dict[str, str | None]:
-    """What is wrong with a state, as facts. One that cannot be read may be whole: no damage."""
+    """A fault of a state as facts. A state that cannot be read may be intact, so it is "unread"
+    instead of "damage"."""
     damaged = isinstance(fault, DamagedError | DigestError | ManifestError)
     unread = not damaged or isinstance(fault, FormatError)
     return {"damage": None if unread else str(fault), "unread": str(fault) if unread else None}
 
 
 def in_words(facts: Mapping[str, Any]) -> str:
-    """What is wrong with a state, to follow "it is"; empty if nothing is."""
+    """The fault of a state, worded to follow "it is"; empty if it has none."""
     if facts.get("damage"):
         return f"damaged: {facts['damage']}"
     return f"not checked: {facts['unread']}" if facts.get("unread") else ""

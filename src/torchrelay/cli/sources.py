@@ -32,7 +32,7 @@ FILES = (  # of other programs, in a folder: how they end, what they are, what l
     ("*.pt", "torch.save", "convert {} PLACE"),
     ("*.pth", "torch.save", "convert {} PLACE"),
 )
-STEP = typer.Option(None, "--step", help="The newest, if it is left out.")
+STEP = typer.Option(None, "--step", help="Step to use (default: the newest).")
 
 
 class SourceKind(NamedTuple):

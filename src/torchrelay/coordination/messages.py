@@ -1,4 +1,4 @@
-"""What ranks write to each other: values, failures, and which call they make."""
+"""Messages between ranks: values, failures, and the call that a rank makes."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class RankMessage(msgspec.Struct, array_like=True):
     def of(
         cls, act: Callable[[], bytes] | BaseException, phase: str, rank: int
     ) -> tuple[RankMessage, BaseException | None]:
-        """What `act` returns or raises, an interrupt included; and the exception itself."""
+        """A message with the result or failure of `act`, interrupts included; and the exception."""
         if isinstance(act, BaseException):
             return cls.failure(act, phase, rank), act
         try:

@@ -32,7 +32,7 @@ class LaunchError(Exception):
 
 
 class Heard(NamedTuple):
-    """What a worker said, and when; `ended` if its process has."""
+    """A message of a worker, with its time; `ended` if the worker's process has ended."""
 
     rank: int
     word: str
@@ -66,7 +66,7 @@ class Launcher:
         self.starts += 1
 
     def hear(self, seconds: float) -> list[Heard]:
-        """What workers say within so many seconds; returns as soon as there is something."""
+        """Messages of workers; waits for the first one at most `seconds`."""
         alive = {conn: rank for rank, conn in enumerate(self._conns) if rank not in self._ended}
         found = []
         for ready in connection.wait(list(alive), timeout=max(0.0, seconds)):

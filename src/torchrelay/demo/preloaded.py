@@ -1,4 +1,4 @@
-"""What workers are forked off with: torch, and what it imports when it is first used."""
+"""Modules that are imported before workers are forked: torch, and its own late imports."""
 
 from __future__ import annotations
 

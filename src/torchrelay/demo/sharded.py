@@ -35,7 +35,7 @@ class ShardedJob(DemoJob):
         }
 
     def take(self, state: dict[str, Any]) -> None:
-        """What does not land in the objects by itself."""
+        """Apply the values that no object takes: random state and position."""
         torch.set_rng_state(state["random"])
         self.position = state["position"]
 

@@ -36,7 +36,7 @@ class Site(NamedTuple):
 
 
 class Plan(NamedTuple):
-    """What all workers of a job do, at every start."""
+    """The settings of all workers of a job, the same at every start."""
 
     settings: Settings
     folder: str

@@ -28,7 +28,7 @@ def own_group(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
         name[0],
         timeout=_timeout(group),
     )
-    # What `new_group` notes of a group, and torch's collectives look up.
+    # `new_group` records this for a group, and torch's collectives look it up.
     c10d._world.pg_group_ranks[found[0]] = {rank: n for n, rank in enumerate(ranks)}
     return found[0]
 

@@ -92,10 +92,10 @@ class TorchCheckpointer:
     ) -> Future[Metadata]:
         """Copy the state, and save the copy in the background.
 
-        What happens to `state_dict` after the return is not in the checkpoint. The copy is made by
-        the writer where it is an `AsyncStager`, else in memory of the CPU. The ranks meet in a gloo
-        group of their own, so the backend of `process_group` may be any, and training may use it
-        meanwhile. The program's end waits for the save.
+        Later changes of `state_dict` are not in the checkpoint. The writer makes the copy if it is
+        an `AsyncStager`; else the copy is in CPU memory. The ranks use a gloo group of their own,
+        so `process_group` may have any backend, and training may use it meanwhile. The program does
+        not exit before the save has ended.
 
         A failure of this rank before the save began is raised here; other ranks find it in their
         futures.
@@ -124,7 +124,7 @@ class TorchCheckpointer:
             ).start()
             if fault is None:
                 return future
-            # The others have to hear of it before the next call.
+            # The other ranks must learn of it before the next call.
             failure = future.exception()
             raise failure if failure is not None else fault
 
@@ -203,7 +203,7 @@ class TorchCheckpointer:
 
 
 class _SaveFuture(Future[Metadata]):
-    """Knows whether anyone has looked at how it ended."""
+    """A future that records whether a caller has seen its outcome."""
 
     def __init__(self) -> None:
         super().__init__()

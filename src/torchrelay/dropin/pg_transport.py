@@ -174,7 +174,7 @@ class PGTransport:
 
 
 class _Posted:
-    """An operation that was posted on a group, which is left alone until it is over."""
+    """An operation that was posted on a group; its memory is not touched until it has ended."""
 
     def __init__(self, pg: Any, work: Work, tensor: torch.Tensor) -> None:
         self.tensor = tensor

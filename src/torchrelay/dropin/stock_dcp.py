@@ -1,8 +1,8 @@
 """Stock checkpoints: torch's DCP directories and `torch.save` files, read without running them.
 
 A DCP directory holds a pickle, `.metadata`, and files of `torch.save` archives. The pickle is read
-by a closed reader that calls nothing; the archives by `torch.load(weights_only=True)`. What either
-refuses is refused here by name, and never loaded another way.
+by a closed reader that calls nothing; the archives by `torch.load(weights_only=True)`. Anything
+that either refuses is refused here by name, and never loaded another way.
 """
 
 from __future__ import annotations
@@ -116,10 +116,11 @@ class _ReadBack(FileSystem):
 
 
 def read_torch_save(path: str | os.PathLike[str], *, check_crc: bool = True) -> Any:
-    """What `torch.save` wrote into the file, its tensors on the CPU; nothing is executed.
+    """The object that `torch.save` wrote, with tensors on the CPU; nothing is executed.
 
-    `UnsupportedLeafError` where it holds more than `weights_only=True` allows, `ManifestError` for
-    another file, `DigestError` for a damaged one, `CheckpointError` where it cannot be read at all.
+    Raises `UnsupportedLeafError` if it contains more than `weights_only=True` allows,
+    `ManifestError` for another kind of file, `DigestError` for a damaged one, and
+    `CheckpointError` if it cannot be read at all.
     `check_crc` is as for `read_stock`; files from before torch 1.6 have no checksums.
     """
     try:

@@ -25,7 +25,8 @@ class Encoding:
       has one of them receives changed elements alone; any other receives everything. Each step
       takes a bit of host memory for each element. 0 turns it off.
     - `float8_block`: floating tensors of two or more dimensions are published as float8 (e4m3) with
-      a scale for each block of so many elements (`torchrelay.endpoint.float8`). Not with `dtype`.
+      a scale for each block of this many elements (`torchrelay.endpoint.float8`). Not with
+      `dtype`.
     """
 
     dtype: torch.dtype | None = None

@@ -284,8 +284,8 @@ class Publisher:
     def _on_device(
         self, share: Share, nbytes: int, stage_on: str, deadline: Deadline
     ) -> DeviceSlot | None:
-        """Memory of the GPU that has the share, unless it is to be copied to host memory. With
-        `stage_on="device"`, `UsageError` says why there is none."""
+        """Memory of the GPU that has the share; None if it must be copied to host memory. With
+        `stage_on="device"`, raises `UsageError` with the reason instead."""
         stage_on = stage_on if self._policy.on_devices else "host"
         why = self._devices.unfit(share, nbytes, stage_on)
         if not why:

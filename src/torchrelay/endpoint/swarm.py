@@ -227,7 +227,7 @@ class Swarm:
         return [one for one in every if one.answered and not one.dropped]
 
     def _share(self, url: str) -> Flags:
-        """The pieces that one puller asks the endpoint for. Those with a strike have none."""
+        """The pieces that one puller asks the endpoint for; none for pullers with a strike."""
         able = [one.host.url for one in self._alive() if not one.failures]
         everybody = sorted([self._own, *able])
         if url not in everybody:

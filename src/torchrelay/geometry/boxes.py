@@ -14,13 +14,13 @@ Box = tuple[tuple[int, ...], tuple[int, ...]]
 Numbers = np.ndarray[Any, np.dtype[np.int64]]
 
 MAX_COMPARISONS = 1 << 20  # of edges, beyond those that a grid of its boxes takes
-_GRID = 64  # boxes beside each other, for each of which a box may be compared for nothing
+_GRID = 64  # boxes side by side that a box may be compared with at no charge
 _FEW = 4  # boxes that are compared one by one
 _MANY = 256  # boxes that are not compared all with all
 
 
 class Comparisons:
-    """Comparisons of boxes, of which a record may cost so many in all."""
+    """Comparisons of boxes, with a limit on the number that one record may cost."""
 
     def __init__(self) -> None:
         self._left = MAX_COMPARISONS
@@ -38,7 +38,7 @@ class Comparisons:
             return True
         if _FEW < len(boxes) <= _MANY:
             return _any_meet(np.array(boxes, np.int64))
-        # Along the dimension with the most cuts, few boxes stand beside each other.
+        # Along the dimension with the most cuts, few boxes lie side by side.
         dim = max(dims, key=lambda d: _cuts([box[0][d] for box in boxes]))
         boxes.sort(key=lambda box: box[0][dim])
         beside: list[int] = []
@@ -99,7 +99,7 @@ def around(boxes: Sequence[Box]) -> Box:
 
 
 def without(whole: Box, holes: Sequence[Box]) -> list[Box]:
-    """Boxes, none of which overlap, of the elements of a box that are in none of the `holes`."""
+    """Disjoint boxes with the elements of a box that are in none of the `holes`."""
     left = [whole]
     for hole in holes:
         left = [part for box in left for part in _outside(box, hole)]
@@ -107,7 +107,7 @@ def without(whole: Box, holes: Sequence[Box]) -> list[Box]:
 
 
 def _outside(box: Box, hole: Box) -> list[Box]:
-    """What a hole leaves of a box: a slab before and after it in each dimension."""
+    """The rest of a box around a hole: a slab before and after it in each dimension."""
     inner = shared(box, hole)
     if inner is None:
         return [box]

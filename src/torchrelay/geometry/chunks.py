@@ -94,7 +94,7 @@ def stream_bytes(nbytes: Sizes) -> int:
 
 
 class Extent(NamedTuple):
-    """Bytes [start, stop) of one image, and where they stand in a stretch of the stream."""
+    """Bytes [start, stop) of one image, and their offset in a section of the stream."""
 
     image: int
     start: int
@@ -103,7 +103,7 @@ class Extent(NamedTuple):
 
 
 class Chunks:
-    """Where the chunks of a stream are, and which parts of which images they hold."""
+    """The chunks of a stream: their offsets, and the parts of images that each one holds."""
 
     def __init__(self, nbytes: Sizes, chunks: Sequence[int]) -> None:
         self.image_bytes: Counts = np.asarray(nbytes, np.int64)
@@ -149,7 +149,7 @@ class Chunks:
         return self.shares_of(self.places, self.image_bytes.astype(np.uint64))
 
     def without_padding(self, memory: Runs) -> Runs:
-        """What memory has of images."""
+        """The runs of memory, without the padding between images."""
         return memory.only(self.places, self.image_bytes.astype(np.uint64))
 
     def shares_of(self, starts: Column, sizes: Column) -> Counts:

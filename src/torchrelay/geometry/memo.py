@@ -14,8 +14,8 @@ _encode = msgspec.msgpack.Encoder().encode
 
 
 def remembered(limit: int) -> Callable[[Callable[P, Result]], Callable[P, Result]]:
-    """A cache for a function of numbers and text. They are looked up by their encoding, so numbers
-    from outside cannot make it slow; when it is full it starts anew."""
+    """A cache for a function of numbers and text. Arguments are looked up by their
+    encoding, so numbers from outside cannot make it slow. A full cache is cleared."""
 
     def decorate(function: Callable[P, Result]) -> Callable[P, Result]:
         known: dict[Hashable, Result] = {}

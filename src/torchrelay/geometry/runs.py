@@ -73,16 +73,16 @@ class Runs:
         return Runs(self.starts, self.starts, self.stops - self.starts)
 
     def only(self, starts: Numbers, sizes: Numbers) -> Runs:
-        """What they have of these stretches of the stream."""
+        """The parts of the runs in these sections of the stream."""
         found = moves(self, Runs(starts, starts, sizes))
         return Runs(found.positions, found.sources, found.nbytes)
 
     def without(self, other: Runs) -> Runs:
-        """What they have of the stream and the other has not."""
+        """The parts of the runs that the other does not cover."""
         return self.unfilled(moves(other, self))
 
     def unfilled(self, both: Moves) -> Runs:
-        """What they have of the stream and these copies to them do not bring."""
+        """The parts of the runs that these copies do not fill."""
         if both.nbytes.sum() == (self.stops - self.starts).sum():
             return Runs([], [], [])
         # Gaps begin where a run does or the other's ends, and end the other way round.
@@ -99,7 +99,7 @@ class Runs:
 
     @classmethod
     def unpack(cls, data: bytes, stream_bytes: int) -> Runs:
-        """What `pack` made; `ValueError` for stretches that are not in order in such a stream."""
+        """The inverse of `pack`. Raises `ValueError` for runs that are not in stream order."""
         if len(data) % 24:
             raise ValueError("a torn table of memory")
         starts, addresses, sizes = np.frombuffer(data, "<u8").reshape(3, -1)
@@ -149,7 +149,7 @@ class Runs:
         return positions, addresses, np.minimum(self.stops[some], high) - positions
 
     def facing(self, other: Runs) -> Runs:
-        """What they have from the first to the last byte of another."""
+        """The parts of the runs between the first and the last byte of another."""
         if not len(other.starts):
             return other
         start, stop = int(other.starts[0]), int(other.stops[-1])
@@ -199,7 +199,7 @@ class Moves(NamedTuple):
 
 
 def moves(sources: Runs, destinations: Runs) -> Moves:
-    """What both have of the stream, as copies from the one to the other."""
+    """The copies from one to the other, of the bytes that both have."""
     theirs, ours = sources, destinations
     if not len(theirs.starts) or not len(ours.starts):
         none = np.zeros(0, np.uint64)
@@ -229,7 +229,7 @@ def moves(sources: Runs, destinations: Runs) -> Moves:
 
 
 def reached(first: Any, last: Any, count: int) -> np.ndarray[Any, np.dtype[np.bool_]]:
-    """Which of so many numbers lie in any of the ranges from `first` to `last`, both included."""
+    """Marks the numbers below `count` that lie in a range from `first` to `last`, inclusive."""
     change = np.zeros(count + 1, np.int64)
     np.add.at(change, first.astype(np.int64), 1)
     np.add.at(change, last.astype(np.int64) + 1, -1)

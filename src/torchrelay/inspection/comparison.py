@@ -1,4 +1,4 @@
-"""What two states have in common, and how far apart their values are."""
+"""Comparison of two states: common and different tensors, and the distance of their values."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def narrowed(contents: Contents, patterns: Sequence[str]) -> Contents:
-    """What of a state has paths that match one of the patterns; all of it without any."""
+    """The parts of a state whose paths match one of the patterns; without patterns, all of it."""
     if not patterns:
         return contents
     return contents._replace(

@@ -35,7 +35,7 @@ def memory_of(array: Array) -> memoryview:
 
 
 def numbers_of(dtype: str) -> Callable[[Array], Array] | None:
-    """What turns the bytes of elements of a dtype into numbers; None where they have none."""
+    """A function from the bytes of elements of a dtype to numbers; None if they are not numbers."""
     if dtype in _NATIVE:
         return lambda raw: raw.view(dtype)
     if dtype in _COMPLEX:

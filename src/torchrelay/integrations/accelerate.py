@@ -54,7 +54,7 @@ def use_torchrelay(
 
 
 class RelayStates:
-    """What `accelerator.save_state` and `load_state` have become. `checkpointer` has the steps."""
+    """Replaces `accelerator.save_state` and `load_state`. `checkpointer` has the steps."""
 
     def __init__(
         self,
@@ -135,7 +135,7 @@ class _Counters:
 
 
 def _inner(wrapper: Any, name: str) -> Any:
-    """What accelerate has wrapped: its wrapper has parameters and states of the same names."""
+    """The object inside of accelerate's wrapper; its parameters and states have the same names."""
     return getattr(wrapper, name, wrapper)
 
 

@@ -39,7 +39,7 @@ class DataPosition:
                 f"loader has a {type(sampler).__name__}"
             )
         self._loader, self._sampler = loader, sampler
-        # What all ranks had taken of an epoch before this loader began to count.
+        # Samples of an epoch that all ranks had taken before this loader began to count.
         self._skipped, self._skipped_epoch = 0, -1
         self._loaded: dict[str, Any] | None = None  # the loader's own state, until it is used
 

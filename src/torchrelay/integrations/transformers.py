@@ -36,7 +36,8 @@ Kept = dict[str, Any]
 class RelayCallback(TrainerCallback):  # type: ignore[misc, unused-ignore]
     """Saves model, optimizer, scheduler, random numbers and the trainer's state every `every`
     steps, in the background; when the job is asked to stop (SIGTERM); and at the end of training.
-    What an evaluation at that step found goes with it: `keep=KeepBest("eval_loss") | KeepLast(3)`.
+    The metrics of an evaluation at that step are saved with it, for policies such as
+    `keep=KeepBest("eval_loss") | KeepLast(3)`.
 
     Use it with `save_strategy="no"`. `keep`, `keeper`, `timeout` and other arguments are those of
     `Checkpointer`. `on_error="raise"`: a save that failed in the background fails the run at the
@@ -76,8 +77,8 @@ class RelayCallback(TrainerCallback):  # type: ignore[misc, unused-ignore]
 
     @property
     def checkpoint(self) -> str | None:
-        """What `train(resume_from_checkpoint=)` takes: None at the first start, else a directory
-        with the trainer's state at the newest step that verifies. All ranks ask for it."""
+        """The argument for `train(resume_from_checkpoint=)`: None at the first start, else a
+        directory with the trainer's state at the newest step that verifies. All ranks call it."""
         step = self._resumed = step_to_resume(self.checkpointer)
         if step is None:
             return None

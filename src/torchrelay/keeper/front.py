@@ -30,7 +30,7 @@ from torchrelay.stores.shares.share import Share
 
 
 class _Present(msgspec.Struct, array_like=True):
-    """A rank's keeper. `token` is the keeper's, `given` is the caller's own."""
+    """A rank's keeper. `token` is the keeper's; `given` is the caller's own."""
 
     url: str
     token: str
@@ -52,29 +52,29 @@ _together = msgspec.msgpack.Decoder(_Together)
 
 
 class Keeper:
-    """Memory of another process, which has the workers' newest staged steps when they are gone.
-    Workers that are started again recover from it, however many they are then.
+    """A process that holds the newest staged steps of the workers when they are gone. Restarted
+    workers recover from it, whatever their number.
 
-    There is one process for each user, job and host; whoever needs it first starts it. It ends when
-    no worker has been connected for `lease` seconds, when `end` is called, or with the host. Its
-    memory goes with it.
+    Each user, job and host has one such process; the first worker that needs it starts it. It ends
+    when no worker has been connected for `lease` seconds, when `end` is called, or with the host.
+    Its memory is freed with it.
 
     - `job`: a name that the workers of a job share, now and when they are started again. Two runs
       with one name would share a keeper, and recover each other's steps. `JOB@HOST` names the
       keeper of another host than this machine, which is for tests.
     - `group`: the ranks that stage one state together; by default all, where torch.distributed is
       initialized. `False`: this process alone.
-    - `memory`: bytes that a keeper has at most; None: as many as it takes. Two steps and, where
-      there are copies, two copies have to fit in, else `stage` raises `UsageError`.
-    - `steps`: how many steps a keeper has of its workers at most. With 2, one that is staged while
-      the one before is copied is skipped, and `Pending.skipped` says so; with 4 none is.
-    - `copies`: how many other hosts have a copy of each host's part of a step.
-    - `rate`: bytes a second at which a keeper fetches copies, at most.
-    - `lease`: seconds.
-    - `address`: HOST:0 where keepers listen for each other and for workers of other hosts. Several
-      machines need an address that the others reach, such as 0.0.0.0:0.
-    - `access`: the token that readers have to send, and certificates: keepers serve by TLS with
-      `certfile`, and trust each other by `cafile`. Without a token the job makes one, which only
+    - `memory`: most bytes that a keeper may use; None: unlimited. `stage` raises `UsageError`
+      unless two steps and, with copies, two copies fit.
+    - `steps`: most steps of its workers that a keeper holds. With 2, a step that is staged while
+      its predecessor is copied is skipped, and `Pending.skipped` has the reason; with 4, none is.
+    - `copies`: number of other hosts that hold a copy of each host's part of a step.
+    - `rate`: most bytes per second at which a keeper fetches copies.
+    - `lease`: seconds that a keeper stays alive without a worker.
+    - `address`: HOST:0 at which keepers listen for each other and for workers of other hosts. On
+      several machines use an address that the others can reach, such as 0.0.0.0:0.
+    - `access`: the token that readers must send, and certificates: keepers serve TLS with
+      `certfile`, and trust each other by `cafile`. Without a token the job creates one that only
       its ranks and keepers know.
     - `timeout` bounds each call.
 
@@ -236,14 +236,14 @@ class Keeper:
         return self._keeper.status(self._timeout)
 
     def close(self) -> None:
-        """Let go of the keeper, which continues for the length of its lease."""
+        """Disconnect from the keeper, which continues for the length of its lease."""
         if not self._owner.here or self._closed:
             return
         self._closed = True
         self._publisher.close(self._timeout)
 
     def end(self) -> None:
-        """End this host's keeper, and with it all that it has."""
+        """End this host's keeper and free its steps."""
         self._owner.check()
         if not self._closed:
             self._publisher.settle(self._timeout)

@@ -1,7 +1,7 @@
 """A destination looked over before anything is offered for it.
 
-A receiver waits for a record anyway. What depends on its own tensors alone is found out in that
-time by `prepare`, and `land` takes the result in place of the destination itself.
+A receiver waits for a record anyway. Meanwhile `prepare` inspects its own tensors, and `land`
+takes the result instead of the destination itself.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class PlainLayout:
             plain = plain.some(keep.tolist())
             lows, highs = lows[keep], highs[keep]
             order = np.argsort(lows)
-        # Those whose memory no other one of them shares.
+        # Tensors that share no memory with each other.
         self.plain: PlainTensors = plain
         plain.on_host, plain.leaf_of  # noqa: B018  # asked for while there is time
         self._spans = lows[order], highs[order], order
@@ -76,8 +76,8 @@ class PlainLayout:
 
 
 class PreparedDestination:
-    """What `prepare` found. Between it and the end of the landing the caller leaves the containers
-    as they are: an object put in a slot meanwhile is not seen. A tensor that got other memory is.
+    """The result of `prepare`. Until the end of the landing the caller must not change containers:
+    an object that is put in a slot meanwhile is not seen. A tensor with new memory is noticed.
 
     It keeps the destination alive.
     """

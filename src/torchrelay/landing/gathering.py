@@ -121,7 +121,7 @@ class GatherPlan:
 
     def without(self, ranks: Iterable[int]) -> GatherPlan:
         """The plan after some ranks were lost: its `parts` replace theirs, and come from the
-        others. Whatever a lost rank gave does not count. Parts of the others stay as they were,
+        others. Bytes from a lost rank do not count. Parts of the others stay as they were,
         unless values or plain tensors were those of a lost rank: then the state is planned again
         from the ranks that are left.
 

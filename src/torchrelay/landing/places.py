@@ -101,8 +101,8 @@ class Landing(ABC):
 
     @abstractmethod
     def arrived(self) -> None:
-        """All bytes are in their places; whether they hold is not known yet. What can be done
-        before it is, is done while the transport waits for that."""
+        """All bytes have arrived and are not verified yet. Work that does not depend on the result
+        is done here, while the transport waits for it."""
 
     @abstractmethod
     def commit(self) -> Landed:

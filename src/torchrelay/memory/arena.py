@@ -24,7 +24,7 @@ class Arena:
     """`nbytes` of shared memory; `MemoryError` if there is none. Freed by `close`.
 
     It is one range here, of at most `parts` files (`fds`) that have `each` bytes of it. Without
-    `populate` it has no pages yet, and what is written to is to be `reserve`d before.
+    `populate` it has no pages yet: call `reserve` for a range before writing to it.
     """
 
     def __init__(

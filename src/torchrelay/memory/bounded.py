@@ -3,10 +3,10 @@ that can be left behind.
 
     steps = bounded(store.steps, deadline.left(), "list the steps", file=store.url)
 
-What is left behind goes on when the storage answers again. So such a call must not touch what the
-caller has back by then: it reads into memory of its own, and what follows it happens here. One that
-has to, as a load into the caller's tensors, is told by an event that it has been left, and stops at
-the next piece.
+An abandoned call continues when the storage answers again. So it must not touch memory that the
+caller has back by then: it reads into its own memory, and the caller's thread does the rest. A load
+into the caller's tensors cannot do that; an event notifies it that the caller has left, and it
+stops at the next piece.
 """
 
 from __future__ import annotations

@@ -57,7 +57,7 @@ class Crew:
         self._places = threading.Semaphore(most)
 
     def each(self, act: Callable[[Task], Result], tasks: Iterable[Task]) -> list[Result]:
-        """What `act` returns for each; the first failure is raised when no task is under way."""
+        """The results of `act`, in order. The first failure is raised when no task is running."""
         todo = list(tasks)
         results: dict[int, Result] = {}
 

@@ -1,7 +1,7 @@
 """Ranges of a memory file that tensors keep after its owner is done with it.
 
-A file in memory is freed with its last mapping, and all of it at once. Here what nobody keeps is
-given back before: keeping one tensor does not keep the memory of all.
+A memory file is freed as a whole, with its last mapping. This module returns unused ranges earlier,
+so that keeping one tensor does not keep the memory of all.
 """
 
 from __future__ import annotations

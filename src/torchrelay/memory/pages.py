@@ -2,7 +2,7 @@
 
 Fresh memory costs a fault a page. Huge pages cost the fewest, unless the system itself has to fetch
 the memory first (a guest whose host took it back): then they can be several times slower than small
-ones. So a few megabytes of each are touched, and the faster kind goes on.
+ones. So a few megabytes of each kind are touched, and the faster kind is used for the rest.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ _TRY_AGAIN = 64  # steps after which the kind that lost is tried once more
 _FIXED, NO_RESERVE = 0x10, 0x4000  # MAP_FIXED, MAP_NORESERVE
 
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # of mallopt(3)
-_RETURNED = 16 << 10  # bytes of a block that libc asks the system for, and gives back, by itself
+_RETURNED = 16 << 10  # bytes from which libc maps a block of its own and unmaps it when freed
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.mmap.restype = ctypes.c_void_p
 
 
 def return_freed_memory(nbytes: int = _RETURNED) -> None:
-    """Have this process give freed blocks of so many bytes back to the system. A server of hundreds
-    of clients at once would keep what they leave between each other's buffers: 60 MB after five
-    minutes, in place of 25. Does nothing where the C library has no such setting."""
+    """Have this process return freed blocks of at least `nbytes` to the system. A server with
+    hundreds of clients would otherwise keep the gaps between their buffers: 60 MB after five
+    minutes instead of 25. Does nothing if the C library has no such setting."""
     set_option = getattr(_libc, "mallopt", None)
     if set_option is not None:
         set_option(_MMAP_THRESHOLD, nbytes)
@@ -45,7 +45,7 @@ def return_freed_memory(nbytes: int = _RETURNED) -> None:
 
 
 def paged(nbytes: int) -> int:
-    """Bytes of the whole pages that so many take."""
+    """`nbytes`, rounded up to whole pages."""
     return -(-nbytes // PAGE) * PAGE
 
 
@@ -70,7 +70,7 @@ class Mapping:
 
 def address_of(buffer: mmap.mmap | memoryview) -> int:
     """Where the first byte of writable memory is, which must not be empty."""
-    # What is made here goes at once: an export would keep memory from being given back.
+    # The export ends with this call: a lasting one would keep the memory from being freed.
     return ctypes.addressof(ctypes.c_char.from_buffer(buffer))
 
 

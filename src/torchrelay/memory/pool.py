@@ -2,9 +2,9 @@
 
 Tensors over it are ordinary ones, each with a storage of its own: keeping one keeps no other's
 memory. When the last reference to one goes, its range comes back here, is kept while no more than
-`limit` bytes lie idle, and goes to the next tensor of the same size. What does not fit there is
-given back to the system, oldest first. A pool may also give back everything that is idle some time
-after it was last asked for memory.
+`limit` bytes lie idle, and goes to the next tensor of the same size. Ranges beyond the limit are
+returned to the system, oldest first. A pool may also return all idle memory some time after the
+last request.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class Pool:
             return self._idle_bytes
 
     def take(self, sizes: Sequence[int]) -> list[torch.Tensor]:
-        """A buffer for each size, in order. `MemoryError` if there is no memory."""
+        """A buffer for each size, in order. Raises `MemoryError` if memory runs out."""
         wanted = [paged(max(size, 1)) for size in sizes]
         with self._lock:
             self._settle()

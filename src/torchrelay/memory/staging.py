@@ -31,10 +31,9 @@ class Copy(NamedTuple):
 def stage(copies: Sequence[Copy], arena: torch.Tensor, *, threads: int = 2) -> None:
     """Copy everything; returns when the sources may change.
 
-    GPUs are asked for all of their copies at once, beside what their default streams do: by one
-    thread and a call for each tensor, since many small calls would leave the link idle between
-    them. Meanwhile threads copy host memory. Whoever calls has waited for work that was begun on
-    the memory.
+    One thread queues all copies of a GPU at once, on a stream of its own and with a call for each
+    tensor: many small calls would leave the link idle between them. Meanwhile other threads copy
+    host memory. The caller must have waited for pending work on the memory.
     """
     part = sum(copy.stop - copy.start for copy in copies) // _PARTS
     size = min(max(part // PIECE * PIECE, PIECE), LARGE_PIECE)

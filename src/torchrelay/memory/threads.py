@@ -42,7 +42,7 @@ class Running:
 
 
 def run(target: Callable[[], object], name: str, niceness: int = 0) -> Running:
-    """Have a daemon thread call `target`, at once. What that raises is lost with a traceback."""
+    """Have a daemon thread call `target` at once. An exception is printed, and goes no further."""
     running = Running()
     try:
         thread = _idle[niceness].pop()
@@ -53,8 +53,8 @@ def run(target: Callable[[], object], name: str, niceness: int = 0) -> Running:
 
 
 def get_ready(count: int) -> None:
-    """Have so many threads wait for something to do. One that starts beside others which have begun
-    waits for each of them in turn."""
+    """Start threads until `count` of them wait for a job. A thread that starts while others are
+    busy would wait for each of them in turn."""
     for _ in range(count - len(_idle[0])):
         _idle[0].append(_Thread(0))
 
@@ -93,7 +93,7 @@ class _Thread:
             _idle[self._niceness].append(self)
 
     def _leave(self) -> bool:
-        """Whether nobody has something to do for it."""
+        """True if the thread was still idle; it takes no more jobs then."""
         try:
             _idle[self._niceness].remove(self)
         except ValueError:

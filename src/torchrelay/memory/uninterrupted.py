@@ -63,7 +63,7 @@ def _wait_out(claim: threading.Lock, over: threading.Event, hurry: Callable[[], 
 
 
 def _modes_here() -> Callable[[], AbstractContextManager[None]]:
-    """What torch keeps for each thread and a commit depends on, as it is for this one."""
+    """The modes that torch keeps per thread and a commit depends on, as this thread has them."""
     grad, inference = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
     device = torch.cuda.current_device() if in_use() else None
 

@@ -152,8 +152,8 @@ def read_run(pid: int, address: int, destination: int, nbytes: int) -> None:
     _read(pid, here, there, nbytes)
 
 
-def copy(moves: Moves, threads: int = 1, beside: Sequence[Job] = ()) -> None:
-    """Copy within this process, on a few threads; what is to do `beside` is done in between."""
+def copy(moves: Moves, threads: int = 1, others: Sequence[Job] = ()) -> None:
+    """Copy within this process, on a few threads, which run the `others` in between."""
     short = moves.nbytes < np.uint64(_LONG)
     jobs: list[Job] = []
     if np.any(short):
@@ -165,8 +165,8 @@ def copy(moves: Moves, threads: int = 1, beside: Sequence[Job] = ()) -> None:
         columns = (long.destinations, long.sources, long.nbytes)
         for one in zip(*(c.tolist() for c in columns), strict=True):
             jobs.append(partial(ctypes.memmove, *one))
-    # One and the other: copies let other threads run, and what is beside them may not.
-    mixed = (job for pair in zip_longest(jobs, beside) for job in pair if job is not None)
+    # Alternate: copies let other threads run, and the other jobs may not.
+    mixed = (job for pair in zip_longest(jobs, others) for job in pair if job is not None)
     share_out(mixed, lambda: _call, threads)
 
 

@@ -28,7 +28,7 @@ HEAD_BYTES = _HEAD.size
 
 
 class ChunkHead(NamedTuple):
-    """What stands before the payload of a part chunk."""
+    """The header of a part chunk."""
 
     kind: int
     nbytes: int

@@ -32,7 +32,7 @@ ITEMSIZE, NBYTES = 3, 4  # fields of a `TensorKind`
 
 
 class TensorKind(NamedTuple):
-    """What plain tensors of one dtype, shape and device with the same flags have in common."""
+    """The common properties of plain tensors: dtype, shape, device and flags."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -112,7 +112,7 @@ class PlainTensors:
         return list(map(_data_ptr, tensors)) == self.addresses
 
     def some(self, keep: list[bool]) -> PlainTensors:
-        """Those marked in `keep` alone."""
+        """Only the tensors that are marked in `keep`."""
         columns = (self.leaves, self.addresses, self.offsets)
         leaves, addresses, offsets = (list(compress(column, keep)) for column in columns)
         kinds = self.kind_of[np.array(keep, bool)]

@@ -18,8 +18,8 @@ from torchrelay.state.local_parts import cut
 
 
 class Portion(NamedTuple):
-    """What an image of a share has: a box of a stored tensor. `layout` has its strides in memory,
-    unless they are row-major."""
+    """The box of a stored tensor that fills an image of a share. `layout` has its strides in
+    memory, unless they are row-major."""
 
     tensor: StoredTensor
     box: Box

@@ -91,8 +91,8 @@ class Region:
 
     @property
     def _seen(self) -> torch.Tensor:
-        """The elements of a region without an address. Those of one run are made when they are
-        first asked for: many are copied by their address alone."""
+        """The elements of a region without an address. A single run makes its view at first use:
+        many are copied by their address alone."""
         if self._view is None:
             storage, offset = self.keep.untyped_storage(), byte_offset(self.keep)
             self._view = raw(storage, offset, 1, (self.nbytes,), (1,))

@@ -29,8 +29,8 @@ _encode = msgspec.msgpack.Encoder().encode
 
 
 class ShardedKind(NamedTuple):
-    """What distributed tensors have in common: dtype, shape, strides and flags of the whole, how it
-    is distributed, and the box of it that is here. A DTensor has a mesh, a ShardedTensor `boxes`
+    """The common properties of distributed tensors: dtype, shape, strides and flags of the whole,
+    its distribution, and the box of it that is here. A DTensor has a mesh, a ShardedTensor `boxes`
     on all ranks."""
 
     dtype: str

@@ -28,8 +28,8 @@ class Shard(NamedTuple):
 
 
 class StoredTensor:
-    """A tensor and the boxes that it is cut into. `names` may be the names of all images, of which
-    this is one: then its name is made when it is asked for."""
+    """A tensor and the boxes that it is cut into. `names` may be the names of all images,
+    including this one: then its name is made when it is needed."""
 
     __slots__ = ("_image", "_names", "dtype", "shape", "shards")
 

@@ -33,7 +33,7 @@ FAULTS = (msgspec.MsgspecError, RecursionError, ValueError, TypeError, OverflowE
 
 
 class _Head(msgspec.Struct):
-    """What records of all versions have."""
+    """The field that records of all versions have."""
 
     version: tuple[Size, Size]
 

@@ -45,7 +45,7 @@ class _RowRecord(msgspec.Struct, array_like=True, frozen=True, gc=False):
 
 
 class LeafKind(_RowRecord, frozen=True):
-    """What tensor leaves have in common apart from where they lie.
+    """The common properties of tensor leaves, without their location.
 
     `strides`, in elements, are those of a view of an image of bytes; None is row-major. `shape` and
     `strides` of a distributed tensor are those of the whole. `sharding`: -1 if it is not one.
@@ -77,7 +77,7 @@ Sharding = MeshSharding | BoxSharding
 
 
 class ImageKind(msgspec.Struct, array_like=True, frozen=True, dict=True):
-    """What images have in common: a dtype, a shape, and the `count` boxes they are cut into.
+    """The common properties of images: dtype, shape, and the `count` boxes they are cut into.
 
     `offsets` and `sizes` have a number for each dimension of each box; both are None where the one
     box is all of the image. `strides` is the layout in memory, where it is not row-major: of the

@@ -1,8 +1,8 @@
 """Plain Python values as records that survive MessagePack and JSON bit for bit.
 
-JSON has no NaN, no 128-bit integer and no bytes; MessagePack has no lone surrogate. What both hold
-natively goes as it is, the rest in a small tagged record. Types are compared exactly: a subclass
-of `int` or `str` is another type and has to be registered.
+JSON has no NaN, no 128-bit integer and no bytes; MessagePack has no lone surrogate. Values that
+both support are written as they are, all others as a small tagged record. Types are compared
+exactly: a subclass of `int` or `str` is another type and has to be registered.
 """
 
 from __future__ import annotations

@@ -126,7 +126,7 @@ class Candidates:
         return {**first, **mended}
 
     def attempts(self, taken: int | None = None) -> tuple[Attempt, ...]:
-        """What there is to report of each source, where a step was taken or none was."""
+        """The report on each source, whether a step was taken or not."""
         chosen = None if taken is None else self._places(taken)[0]
         found = []
         for place, source in enumerate(self._sources):
@@ -139,7 +139,7 @@ class Candidates:
         return tuple(found)
 
     def _outcome(self, place: int, taken: int, chosen: bool) -> Iterator[str]:
-        """What became of a source where a step was taken, from it or from another."""
+        """The outcome of a source after a step was taken, from it or from another."""
         given, steps, name = self._given, self._steps[place], self._sources[place].name
         mended = {} if given is None else given.mended
         if chosen:

@@ -67,31 +67,30 @@ def recover(
 ) -> Loaded:
     """Bring a state back from the freshest source that verifies.
 
-    All sources are asked at once which steps they have. The newest step is taken, from the nearest
-    source that has it: memory of this machine, then a network, a file system, a bucket; of several,
-    the one that was given first. Chunks that the source does not give, or gives wrong, come from
-    others that have the same bytes. Where that is not possible, the next source or the next step is
-    tried. `str(report)` says what became of each. A source with the highest step wins: give
-    only sources that you trust (docs/security.md).
+    All sources list their steps at the same time. The newest step is taken from the nearest source
+    that has it: memory of this machine, then a network, a file system, a bucket; of several, the
+    first argument. Chunks that a source cannot supply, or supplies damaged, come from others that
+    have the same bytes. If that fails, the next source or the next step is tried. `str(report)` has
+    the outcome of each. The highest step wins: give only sources that you trust (docs/security.md).
 
     - `sources`: URLs of endpoints, directories, buckets, `Checkpointer`s, `Keeper`s, ranks that
       share their state (`Relay.peer`), or objects with the methods of a `Source`.
     - `into`: a state of tensors and objects that takes the values; `None` makes new tensors.
-    - `min_step`, `max_age` (seconds): nothing below, nothing older.
+    - `min_step`, `max_age` (seconds): refuse steps below or older.
     - `access`: the token of all endpoints, and the certificates that theirs are signed by.
     - `group`: ranks that recover together. All land the newest step that each of them can get, from
       any mix of sources, or none of them does. By default all ranks, where torch.distributed is
       initialized. `False`: this process alone.
-    - `reshare`: ranks that take a step from an endpoint or a peer at once take it from each other
-      too, so that its source sends about one copy. Each reads all of the step, to memory in
-      addition to the state's, and serves the others until all have it.
+    - `reshare`: ranks that take a step from an endpoint or a peer at the same time also feed each
+      other, so that the source sends about one copy. Each rank reads the whole step into additional
+      memory, and serves the others until all have it.
     - `landing`: `strict`, `key`, `include`, `atomic`, `device`, `verify`, `progress`, as
       `PullOptions` describes them.
 
-    Raises `NothingToRecoverError` where every source could be asked and none has a step: this is a
-    first start. Raises `RecoveryError` where sources have steps that cannot be used, or cannot be
-    asked. A source whose state does not fit `into` is skipped with a warning; `MismatchError` where
-    no other fits. Each message has the reason for each source.
+    Raises `NothingToRecoverError` if every source answered and none has a step: this is a first
+    start. Raises `RecoveryError` if sources have steps that cannot be used, or cannot be reached. A
+    source whose state does not fit `into` is skipped with a warning; `MismatchError` if no other
+    fits. Each message has the reason for each source.
     """
     check_options(landing)
     if min_step is not None:

@@ -1,1 +1,1 @@
-"""A state that several live ranks have parts of, cut anew for another rank."""
+"""A state whose parts are on several live ranks, resharded for another rank."""

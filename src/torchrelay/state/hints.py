@@ -1,4 +1,4 @@
-"""What to do about a destination that does not fit: the usual reasons, looked for afterwards."""
+"""Advice for a destination that does not fit: the usual reasons, checked afterwards."""
 
 from __future__ import annotations
 

@@ -54,7 +54,7 @@ def local_parts(tensor: torch.Tensor, boxes: LocalBoxes | None = None) -> list[L
 
 
 def tie_of(tensor: torch.Tensor) -> object:
-    """What two DTensors have in common if they are the same values in the same memory; None for
+    """A value that two DTensors share if they have the same values in the same memory; None for
     tensors that are never tied.
 
     A module gives a tied parameter as several DTensors. Where this rank has no elements of it, the

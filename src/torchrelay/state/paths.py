@@ -82,7 +82,7 @@ def names_of(node: m.Node) -> Sequence[Name]:
 
 
 def finder(node: m.Node) -> Callable[[Name], int | None]:
-    """What tells the place in a container of an item by its name."""
+    """A function from the name of an item to its position in the container."""
     if isinstance(node, m.SequenceNode):
         return partial(_index, len(node.items))
     places = {name: place for place, name in enumerate(names_of(node))}

@@ -30,7 +30,7 @@ _PLAIN = (torch.Tensor, str, int, float, type(None))
 _MANY = 64  # tensors in one container for which numpy is worth its calls
 
 
-# What stands for an object at a path: the object itself, where that is a leaf.
+# Returns the replacement for an object at a path, or the object itself if it is a leaf.
 OpenObject = Callable[[object, Path], object]
 
 
@@ -112,7 +112,7 @@ class _Walk:
         return keys
 
     def _inside(self, body: object, path: Path) -> m.Node:
-        """What stands for an object. Objects that it has in it are not opened in turn."""
+        """The node for an opened object. Objects inside of it are not opened in turn."""
         before, self._opened = self._opened, None
         try:
             return self.visit(body, path)
@@ -131,7 +131,7 @@ class _Walk:
             if type(item) not in tensors:
                 nodes.append(self.visit(item, (*path, key)))
                 continue
-            # What `visit` and `_leaf` do for a tensor, without the calls: most items are one.
+            # The work of `visit` and `_leaf` for a tensor, inlined: most items are tensors.
             if self._bulk:
                 self._learn()
             index = known.get(id(item))

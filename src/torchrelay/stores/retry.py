@@ -12,7 +12,7 @@ logger = logging.getLogger("torchrelay")
 
 _PAUSES = (0.05, 1.0)  # seconds between tries: first, and after long silence
 
-# What says that the thing itself is not as it should be, or that asking again is of no use.
+# Errors of the file or service itself, which another attempt does not change.
 WRONG = frozenset(
     {
         errno.ENOENT,

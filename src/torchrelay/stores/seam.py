@@ -190,7 +190,7 @@ class DeviceStep(OpenStep, Protocol):
         """`PeerLostError` if the memory may no longer be read."""
 
     def note(self, runs: Sequence[DeviceRun], others: bool) -> None:
-        """What is copied from there: runs of bytes, and whether there is anything else."""
+        """Record the copies from there: runs of bytes, and whether anything else is read."""
 
 
 class Store(Protocol):

@@ -1,8 +1,8 @@
 """Process groups as they are used here: operations are posted, and a thread waits for them.
 
-A gloo wait that times out closes every pair of the group for good. So nobody here waits with a
-short timeout: a watcher waits for as long as it takes and reports, and the caller gives up on its
-own clock. What was given up on stays posted, with its memory, until the peer answers or the pair
+A gloo wait that times out closes every pair of the group for good. So no wait here has a short
+timeout: a watcher waits for as long as it takes and reports, and the caller gives up on its own
+clock. An abandoned operation stays posted, with its memory, until the peer answers or the pair
 breaks.
 """
 
@@ -29,7 +29,7 @@ class Work(Protocol):
 
 
 class ProcessGroup(Protocol):
-    """What is used of a process group; torch's own classes and wrappers around them have it."""
+    """The methods that are used of a process group; torch's classes and wrappers have them."""
 
     def rank(self) -> int: ...
     def size(self) -> int: ...
@@ -79,8 +79,8 @@ def _settle() -> None:
 
 
 def _close_connections(group: ProcessGroup) -> None:
-    """Wait in vain for a message. Each rank is tried: at one that is dead there is no wait, and
-    nothing is closed but what is closed already."""
+    """Close all pairs by waiting in vain for a message. Every rank is tried: the wait for a dead
+    one ends at once, and closes nothing that is still open."""
     scratch = torch.zeros(1, device="cpu")
     for peer in range(group.size()):
         if group.rank() not in (-1, peer):

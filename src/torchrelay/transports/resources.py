@@ -1,4 +1,4 @@
-"""What a relay keeps between its calls, and frees when it is closed."""
+"""Resources that a relay keeps between its calls, and frees when it is closed."""
 
 from __future__ import annotations
 

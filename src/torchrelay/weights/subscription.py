@@ -44,7 +44,7 @@ AGAIN_SECONDS = 0.1  # before another look, where a step was replaced while it w
 
 
 class _Newest(msgspec.Struct, array_like=True):
-    """What rank 0 found: the newest step, and whether all ranks have its state."""
+    """The findings of rank 0: the newest step, and whether all ranks have its state."""
 
     found: StepIdentity
     held: bool

@@ -35,7 +35,7 @@ from torchrelay.progress import Progress
 if TYPE_CHECKING:
     from torchrelay.inspection.seam import Contents, OpenedState
 
-INCLUDE = typer.Option([], "--include", help="Paths that match a pattern, like 'model.*'.")
+INCLUDE = typer.Option([], "--include", help="Only paths that match a pattern, such as 'model.*'.")
 
 
 def inspect(
@@ -43,7 +43,7 @@ def inspect(
     step: int | None = STEP,
     include: list[str] = INCLUDE,
     stats: bool = typer.Option(
-        False, "--stats", help="Read the values: norm, least, largest, how many are NaN."
+        False, "--stats", help="Read the values: norm, minimum, maximum, number of NaNs."
     ),
     shards: bool = typer.Option(False, "--shards", help="Show each rank's part of each tensor."),
     as_json: bool = JSON,
@@ -68,7 +68,7 @@ def inspect(
 def check_matched(
     patterns: Sequence[str], chosen: Sequence[Contents], states: Sequence[Contents]
 ) -> None:
-    """Patterns that leave nothing of any state are a mistake of whoever typed them."""
+    """Raises `UsageError` for patterns that match nothing in any state."""
     if patterns and not any(one.tensors or one.values or one.aliases for one in chosen):
         tops = {tensor.name.partition(".")[0] for state in states for tensor in state.tensors}
         raise UsageError(
@@ -102,7 +102,7 @@ def _print_totals(contents: Contents, nbytes: int) -> None:
 def verify(
     source: str = SOURCE,
     step: int | None = STEP,
-    every: bool = typer.Option(False, "--all", help="Every step of the place."),
+    every: bool = typer.Option(False, "--all", help="Verify every step."),
     as_json: bool = JSON,
 ) -> None:
     """Read every byte of a state and check every digest. Exit status 1 if one is wrong."""
@@ -132,7 +132,7 @@ def _steps(source: str) -> list[int]:
     there = open_store(source)
     steps = there.steps()
     if not steps:
-        fail(f"there is no step in {there.url}{instead(source)}")
+        fail(f"no steps in {there.url}{instead(source)}")
     return steps
 
 

@@ -25,22 +25,22 @@ SUFFIXES: dict[str, Kind] = {".safetensors": "safetensors", ".pt": "torch", ".pt
 TO = typer.Option(
     None,
     "--to",
-    help="A step of this library, a DCP directory, a file of torch.save or of safetensors. "
-    "By default what TARGET's name ends with (.safetensors, .pt), else a step.",
+    help="Format to write: a torchrelay step, a DCP directory, a torch.save file or a safetensors "
+    "file. The default follows TARGET's suffix (.safetensors, .pt), or is a step.",
 )
 FRESH = typer.Argument(help="A directory that does not exist.")
 
 
 def convert(
     source: str = typer.Argument(help="A SOURCE, or a torch.save file."),
-    target: str = typer.Argument(help="Where the other kind is written."),
+    target: str = typer.Argument(help="File or directory to write."),
     to: Kind | None = TO,
-    step: int | None = typer.Option(None, "--step", help="The step to read, and to write."),
+    step: int | None = typer.Option(None, "--step", help="Step to read and to write."),
     include: list[str] = INCLUDE,
 ) -> None:
     """Convert between steps, stock DCP directories, torch.save files and safetensors files.
 
-    A safetensors file gets the tensors alone, by their paths; --include chooses some of them.
+    A safetensors file contains only tensors, named by their paths; --include selects some of them.
     """
     if to is None:
         to = SUFFIXES.get(Path(target).suffix, "torchrelay")
@@ -116,7 +116,7 @@ def export_hf(
     place: str = PLACE,
     target: Path = FRESH,
     step: int | None = STEP,
-    key: str = typer.Option("model", "--key", help="Key of the state that has the model."),
+    key: str = typer.Option("model", "--key", help="Key of the model in the state."),
 ) -> None:
     """Write a step's model as model.safetensors (with an index, if it is large).
 
@@ -137,7 +137,7 @@ def _check_key(there: tr.Checkpointer, place: str, step: int | None, key: str) -
     """The step that is meant, the newest if none is named; it has the key."""
     found = max(there.steps(), default=None) if step is None else step
     if found is None:
-        fail(f"there is no step in {there.url}{instead(place)}")
+        fail(f"no steps in {there.url}{instead(place)}")
     keys = [str(known) for known in getattr(there.record(found).outlines[0].tree, "keys", ())]
     if key not in keys:
         fail(f"step {found} has no key {key!r}: name one with --key: {', '.join(keys)}")

@@ -29,13 +29,13 @@ def diff(
     before: str = SOURCE,
     after: str = SOURCE,
     include: list[str] = INCLUDE,
-    values: bool = typer.Option(False, "--values", help="Read the values: how far apart they are."),
+    values: bool = typer.Option(False, "--values", help="Compare the values, too."),
     as_json: bool = JSON,
 ) -> None:
-    """Show what two states do not have in common.
+    """Show the differences between two states.
 
-    Exit status 0: they are alike; 1: they differ; 2: one of them cannot be read. Without --values,
-    tensors of one shape and dtype are alike.
+    Exit status 0: equal; 1: different; 2: one of them cannot be read. Without --values, tensors of
+    the same shape and dtype count as equal.
     """
     with opened_source(before) as one, opened_source(after) as other:
         from torchrelay.inspection.comparison import compare

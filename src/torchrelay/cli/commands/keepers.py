@@ -16,14 +16,12 @@ from torchrelay.keeper import process
 from torchrelay.keeper.server import messages as k
 from torchrelay.sources.access import Access
 
-JOB = typer.Argument(
-    None, help="The name of the job, or JOB@HOST; without one, all keepers are listed."
-)
-STATUS = typer.Option(False, "--status", help="Show what it has; start none.")
-END = typer.Option(False, "--end", help="End it, and with it all that it has.")
-LEASE = typer.Option(60.0, "--lease", min=0.1, help="Seconds that it stays without a worker.")
-MEMORY = typer.Option(None, "--memory", min=1, help="Bytes that it has at most.")
-ADDRESS = typer.Option("127.0.0.1:0", "--address", help="HOST:0, where it listens.")
+JOB = typer.Argument(None, help="Name of the job, or JOB@HOST; without it, all keepers are listed.")
+STATUS = typer.Option(False, "--status", help="Show the keeper's steps; do not start one.")
+END = typer.Option(False, "--end", help="End the keeper and free its steps.")
+LEASE = typer.Option(60.0, "--lease", min=0.1, help="Seconds to stay alive without a worker.")
+MEMORY = typer.Option(None, "--memory", min=1, help="Most bytes of memory to use.")
+ADDRESS = typer.Option("127.0.0.1:0", "--address", help="HOST:0 to listen at.")
 
 
 def keeper(
@@ -37,10 +35,10 @@ def keeper(
     keyfile: str | None = KEYFILE,
     as_json: bool = JSON,
 ) -> None:
-    """Run the keeper of a job on this machine, or show what it has.
+    """Run the keeper of a job on this machine, or show its steps.
 
-    It runs in the background, until no worker has been connected for the length of its lease.
-    Workers start one themselves: this is for a keeper that a launcher must not end with them.
+    It runs in the background until no worker has been connected for the length of its lease.
+    Workers start a keeper themselves; use this command if the launcher would end it with them.
     """
     if job is None:
         if end:

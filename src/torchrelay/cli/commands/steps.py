@@ -26,10 +26,10 @@ from torchrelay.errors import RelayError, UsageError
 if TYPE_CHECKING:
     from torchrelay.stores.seam import Store
 
-PLACE = typer.Argument(help="A directory, or a bucket's URL (s3://, gs://, az://).")
+PLACE = typer.Argument(help="A directory, or the URL of a bucket (s3://, gs://, az://).")
 STEPS = typer.Argument(help="The steps to remove.")
 COLUMNS = ["step", "age", "size", "files", "ranks", "torch", "state"]
-YES = typer.Option(False, "--yes", "-y", help="Do not ask.")
+YES = typer.Option(False, "--yes", "-y", help="Do not ask for confirmation.")
 
 
 def store_at(place: str) -> Store:
@@ -60,10 +60,10 @@ def ls(
     verify: bool = typer.Option(False, "--verify", help="Read every byte and check every digest."),
     as_json: bool = JSON,
 ) -> None:
-    """List the steps of a directory or bucket. Exit status 1 if one is damaged, or without steps.
+    """List the steps of a directory or bucket. Exit status 1 if one is damaged, or none exists.
 
-    A step is listed as whole if its commit record is valid and its files have the recorded sizes;
-    with --verify, as verified, if every byte is the one that was written.
+    A step is listed as whole if its commit record is valid and its files have the recorded sizes.
+    With --verify it is listed as verified if every digest matches.
     """
     there = store_at(place)
     steps = [listed(there, step) for step in there.steps()]
@@ -82,7 +82,7 @@ def ls(
         total = sum(facts.get("bytes", 0) for facts in steps)
         print(f"{count(len(steps), 'step')}, {size(total)}")
     if not steps:
-        fail(f"there is no step in {there.url}{instead(place)}")
+        fail(f"no steps in {there.url}{instead(place)}")
     if any(map(in_words, steps)):
         raise typer.Exit(1)
 
@@ -144,7 +144,7 @@ def age(time: str) -> str:
 
 def rollback(
     place: str = PLACE,
-    step: int = typer.Argument(help="The step that the run should resume from."),
+    step: int = typer.Argument(help="Step to resume from."),
     yes: bool = YES,
 ) -> None:
     """Delete every step above one, so that the next start resumes from that one."""
@@ -185,4 +185,4 @@ def _check_present(there: tr.Checkpointer, place: str, steps: list[int]) -> None
     absent = ", ".join(map(str, sorted(set(steps) - set(present))))
     if absent:
         shown = f"; existing: {', '.join(map(str, present))}" if present else instead(place)
-        fail(f"there is no step {absent} in {place}{shown}")
+        fail(f"step {absent} does not exist in {place}{shown}")

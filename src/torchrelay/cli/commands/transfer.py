@@ -27,11 +27,13 @@ from torchrelay.errors import UsageError
 if TYPE_CHECKING:
     from torchrelay.endpoint.front import Endpoint
 
-URLS = typer.Argument(help="An endpoint's URL, or several of endpoints that have the same step.")
-OUT = typer.Option(..., "-o", "--out", help="NAME.safetensors, or a place for a checkpoint step.")
-ADDRESS = typer.Option("127.0.0.1:0", "--address", help="HOST:PORT; port 0 is a free one.")
-FOLLOW = typer.Option(False, "--follow", help="Publish newer steps of the place as they come.")
-INTERVAL = typer.Option(2.0, "--interval", min=0.05, help="Seconds between looks for them.")
+URLS = typer.Argument(help="URL of an endpoint, or of several that have the same step.")
+OUT = typer.Option(
+    ..., "-o", "--out", help="NAME.safetensors, or a directory or bucket for a step."
+)
+ADDRESS = typer.Option("127.0.0.1:0", "--address", help="HOST:PORT; port 0 takes a free one.")
+FOLLOW = typer.Option(False, "--follow", help="Publish newer steps of the source as they appear.")
+INTERVAL = typer.Option(2.0, "--interval", min=0.05, help="Seconds between checks for newer steps.")
 
 
 def serve(
@@ -102,7 +104,9 @@ def pull(
     newer_than: int | None = typer.Option(
         None, "--newer-than", help="Wait for a step above this one."
     ),
-    timeout: float = typer.Option(SECONDS, "--timeout", min=0.1, help="Seconds in all."),
+    timeout: float = typer.Option(
+        SECONDS, "--timeout", min=0.1, help="Seconds for the whole call."
+    ),
     include: list[str] = INCLUDE,
     as_json: bool = JSON,
 ) -> None:

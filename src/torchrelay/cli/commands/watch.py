@@ -17,21 +17,23 @@ if TYPE_CHECKING:
     from torchrelay.cli.commands.watched import WatchedPlaces
 
 INTERVAL = 2.0
-WHERE = typer.Argument(help="Places with steps, or the URL of an endpoint.")
+WHERE = typer.Argument(help="Directories or buckets, or the URL of an endpoint.")
 PAGE_ADDRESS = typer.Option("127.0.0.1:0", "--address", help="HOST:PORT of the page.")
 
 
 def watch(
     where: list[str] = WHERE,
-    page: bool = typer.Option(False, "--page", help="Serve a page to look at, until Ctrl-C."),
+    page: bool = typer.Option(False, "--page", help="Serve a status page until Ctrl-C."),
     address: str = PAGE_ADDRESS,
     until: int | None = typer.Option(
-        None, "--until", help="End, with status 0, once this step or a later one is there."
+        None, "--until", help="Exit with status 0 once this step or a later one exists."
     ),
     timeout: float | None = typer.Option(
-        None, "--timeout", help="Seconds after which to end; with --until, with status 1."
+        None, "--timeout", help="Exit after this many seconds; with --until, with status 1."
     ),
-    interval: float = typer.Option(INTERVAL, "--interval", min=0.05, help="Seconds between looks."),
+    interval: float = typer.Option(
+        INTERVAL, "--interval", min=0.05, help="Seconds between checks."
+    ),
     as_json: bool = typer.Option(False, "--json", help="Print a line of JSON for each event."),
 ) -> None:
     """Tell of steps and transfers as they come and go, from now on. Ctrl-C ends it."""

@@ -163,7 +163,7 @@ def check_archive(file: BinaryIO, check_crc: bool) -> None:
 
 
 def refusal(fault: Exception) -> str:
-    """What torch's closed unpickler refused, without its advice to run it all the same."""
+    """The reason of torch's restricted unpickler, without its advice to load the file anyway."""
     text = str(fault)
     if named := _GLOBAL.search(text):
         return f"it has {named[1][:200]} in it, which only pickle could make"

@@ -138,7 +138,7 @@ _Axis = tuple[tuple[int, ...], tuple[int, ...]]
 
 
 def _axes(f: dict[str, Any]) -> list[_Axis]:
-    """Shape and stride of each dimension of a mesh, of which a flattened one has several."""
+    """Shapes and strides of each dimension of a mesh; a flattened dimension has several."""
     if "axes" in f:
         flat = [fields(axis, _LAYOUT + "_FlatLayout") for axis in typed(f["axes"], tuple)]
         return [(counts(axis["shape"]), counts(axis["stride"])) for axis in flat]

@@ -86,7 +86,7 @@ def settle(found: dict[str, Any], one: StateReader, other: StateReader) -> None:
 
 
 def changes(before: Contents, after: Contents) -> dict[str, Any]:
-    """What two states do not have in common. `touched`: tensors that may have other bytes, which
+    """The differences between two states. `touched`: tensors that may have other bytes, which
     share at most, and whether that is certain. `same`: how many are certain to have the same."""
     found = compare(before, after)
     kept = set(found.same)

@@ -144,8 +144,8 @@ class TakeDevice(msgspec.Struct, tag="take device"):
 
 
 class DeviceTaken(msgspec.Struct, tag="device taken"):
-    """The number of a slot that nobody reads, and that is not lent until it is shown; -1 where
-    processes read all of them."""
+    """The number of a slot without readers, which is not lent until it is shown; -1 if all of them
+    are being read."""
 
     slot: int
 

@@ -21,7 +21,7 @@ _CUT_SECONDS = 2.0
 
 
 class Service:
-    """What requests are answered from; to be used with its `lock` held, unless a method takes it.
+    """The state that answers requests; to be used with its `lock` held, unless a method takes it.
 
     `access`: the token that readers send, and how other ranks' servers are read.
     """

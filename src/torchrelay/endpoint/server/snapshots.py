@@ -203,7 +203,7 @@ class Snapshots:
         return snapshot
 
     def lead(self, step: int) -> None:
-        """A step was published. Those with its number or a higher one are listed no more: the job
+        """A step was published. Steps with its number or a higher one are no longer listed: the job
         has gone back, and readers must not take them for the newest."""
         found = self.by_step(step)
         if found is None:

@@ -117,8 +117,8 @@ class KeeperReport(msgspec.Struct, tag="reported"):
 
 
 class KeeperDecision(msgspec.Struct, array_like=True):
-    """What all keepers do next. `keep`: steps that must not be lost, of those that were reported.
-    `copy`: whether they copy the step that is being staged or, where it is skipped, the newest."""
+    """The next action of all keepers. `keep`: reported steps that must not be lost. `copy`: whether
+    to copy the step that is being staged or, if it is skipped, the newest."""
 
     keep: list[str]
     copy: bool

@@ -16,7 +16,7 @@ from torchrelay.memory.gpu.kernels import Tables, by_device, digests_of
 
 
 class DeviceChunks:
-    """Those of a stream whose bytes all lie in `memory` of one GPU, but for `others`."""
+    """The chunks of a stream whose bytes all lie in `memory` of one GPU, except `others`."""
 
     def __init__(self, chunks: Chunks, memory: Runs, others: Iterable[int] = ()) -> None:
         self._chunks, self._memory = chunks, by_device(chunks.without_padding(memory))

@@ -1,9 +1,9 @@
 """Kernels for many pieces of GPU memory at once: copies of them, their digests, and both.
 
-Hundreds of copies take the host longer to ask for than the device to do, and a digest on the device
-covers the way to the host and back. The kernels' source is kernels.cu; what the driver loads is
-kernels.ptx beside it, which every GPU from compute capability 7.0 on can run. Where it cannot be
-loaded, torch copies piece by piece, and digests are made on the host.
+Hundreds of copies take the host longer to request than the device to perform, and a digest made on
+the device covers the transfer to the host and back. The kernels' source is kernels.cu. The driver
+loads kernels.ptx, which runs on every GPU from compute capability 7.0 on. If it cannot be loaded,
+torch copies piece by piece, and digests are made on the host.
 """
 
 from __future__ import annotations
@@ -202,8 +202,8 @@ class ChunkTable:
 
     @classmethod
     def of(cls, memory: Runs, starts: Column, stops: Column, to: Runs | None = None) -> ChunkTable:
-        """Chunks [start, stop), in the order of the stream. What is not in memory is zeros. With
-        `to`, where the same bytes are copied to."""
+        """Chunks [start, stop), in the order of the stream. Bytes outside of the memory are
+        zeros. `to`: where the same bytes are copied to."""
         copies = to is not None
         to = memory if to is None else to
         # Ascending columns: a sort that finds that out is done with them at once.
@@ -283,9 +283,9 @@ def digests_of(
     tables: Tables | None = None,
 ) -> list[bytes]:
     """`record.digest.digest`, with cells, of chunks in the order of the stream, none of them empty:
-    made by the device that their bytes lie on. What is not in memory is zeros. With `to`, the same
-    bytes are copied there first, and hashed where they have come to lie. `tables` keeps what the
-    device needs to know of the memory, for the next time."""
+    made by the device that has their bytes. Bytes outside of the memory are zeros. With `to`, the
+    same bytes are first copied there, and hashed in their new location. `tables` caches the
+    description of the memory on the device for the next call."""
     if not len(starts):
         return []
     begin, end, edges = cells_of(starts, sizes)
@@ -381,5 +381,5 @@ class _Raw:
 
 
 def device_bytes(address: int, nbytes: int, device: int) -> torch.Tensor:
-    """Memory of a device as a tensor. Whoever asks keeps it alive."""
+    """Memory of a device as a tensor. The caller keeps the memory alive."""
     return torch.as_tensor(_Raw(address, nbytes), device=f"cuda:{device}")

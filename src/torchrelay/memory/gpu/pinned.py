@@ -29,7 +29,7 @@ _WAITING = 1 | 2  # an event that is waited for without spinning, and does not k
 
 
 class PinnedBuffers:
-    """Buffers for so many threads. `MemoryError` where there is no memory."""
+    """Buffers for `threads` threads. Raises `MemoryError` if memory runs out."""
 
     def __init__(self, threads: int) -> None:
         self.threads = threads

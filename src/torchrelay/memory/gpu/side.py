@@ -1,4 +1,4 @@
-"""Copies to and from a GPU beside what its default stream does."""
+"""Copies to and from a GPU in parallel with the work of its default stream."""
 
 from __future__ import annotations
 

@@ -25,8 +25,8 @@ class DeviceCopy:
     def fits(self, tensors: Sequence[torch.Tensor]) -> bool:
         """Whether there are tensors on GPUs, and every one of these has room for their copy.
 
-        What a training step has used at its peak counts as taken, and `MARGIN` of the GPU's memory
-        stays free beside it.
+        The peak of a training step counts as taken, and `MARGIN` of the GPU's memory stays free in
+        addition.
         """
         need = _need(tensors)
         return bool(need) and all(

@@ -62,7 +62,7 @@ def geometry(
 
 
 def check_flags(dtype: str, flags: int) -> None:
-    """What torch has no tensors of, it would refuse in the middle of a landing."""
+    """Refuses flags that no torch tensor can have: torch would fail in the middle of a landing."""
     real = dtype.startswith(_REAL)
     if flags & m.REQUIRES_GRAD and not real:
         raise ManifestError(f"a gradient of dtype {dtype[:40]!r}")

@@ -16,7 +16,7 @@ _NOW_AND_THEN = 1024  # containers between two looks at the clock
 
 
 class TreeLimits:
-    """What all trees of a record may have together of what is dear to make."""
+    """Limits on expensive items, for all trees of a record together."""
 
     def __init__(self, in_time: Callable[[], None] | None = None) -> None:
         self.keys = KeyLimits()

@@ -136,7 +136,7 @@ def open_plain(path: str, within: int | None, more: int = 0) -> int:
         raise
     if not stat.S_ISREG(os.fstat(fd).st_mode):
         os.close(fd)
-        raise OSError(errno.EINVAL, "it is no plain file", path)
+        raise OSError(errno.EINVAL, "not a regular file", path)
     return fd
 
 

@@ -1,7 +1,7 @@
 """Removing a step or a draft: its own files and no others, without following a link.
 
-Its own are the files that its commit record names; where there is no record that can be read, those
-whose names are data files'. What else somebody put there stays.
+Its own files are those that its commit record names. Without a readable record, they are those that
+are named like data files. All other files stay.
 """
 
 from __future__ import annotations

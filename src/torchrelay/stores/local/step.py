@@ -139,7 +139,7 @@ class LocalReader:
             with suppress(OSError), self._lent() as file:
                 if os.preadv(file.fd, buffers, position) == len(buffers[0]):
                     return
-        # What failed or was short is tried again, and the error names the file.
+        # A failed or short read is tried again, and the error names the file.
         self._directory.patience(lambda: self._read_into(position, buffers))
 
     def _read_into(self, position: int, buffers: Sequence[memoryview]) -> None:

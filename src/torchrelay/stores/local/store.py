@@ -105,7 +105,7 @@ class LocalStore:
         visible here."""
         try:
             held = lock(str(path))
-        except OSError:  # it just became a step, or was removed; or there are no locks
+        except OSError:  # it just became a step, or was removed; or locks are not supported
             return None
         if held is None or host == host_name():
             return held

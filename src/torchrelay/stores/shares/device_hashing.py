@@ -27,9 +27,8 @@ _Marks = np.ndarray[Any, np.dtype[np.bool_]]
 
 
 class DeviceHashing:
-    """The digests of files that GPUs can make. What is worked out for them is kept, so that they
-    can be made a second time for little. Whoever asks has waited for work that was begun on the
-    memory.
+    """Digests of files, computed on the GPUs that hold the bytes. The plan is kept, so computing
+    them a second time is cheap. The caller must have waited for pending work on the memory.
     """
 
     def __init__(self, files: Sequence[FileSpec], streams: Sequence[Stream]) -> None:
@@ -121,7 +120,7 @@ def _reached(starts: Column, memory: Runs) -> _Marks:
 
 
 class _Brought:
-    """What chunks have in host memory, brought to a device each time that it is hashed."""
+    """The bytes of chunks in host memory, copied to a device each time they are hashed."""
 
     def __init__(self, host: Runs, starts: Column, stops: Column, device: int) -> None:
         found = moves(host, Runs(starts, starts, stops - starts))

@@ -83,7 +83,7 @@ def arrange(
 
 
 def _index(group: str, files: Sequence[FileLayout], entries: Sequence[Entry]) -> FileLayout:
-    """What loaders of models in several files look for: which file has which tensor."""
+    """The index file that loaders of models in several files expect: tensor names to files."""
     names = {key: file.name for file in files for key in file.keys}
     total = sum(entries[index].nbytes for file in files for _, index in file.placed)
     text = msgspec.json.encode({"metadata": {"total_size": total}, "weight_map": names})

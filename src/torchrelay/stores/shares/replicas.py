@@ -1,4 +1,4 @@
-"""What ranks that have the same tensor have in common, told without its bytes.
+"""Values by which ranks recognise that they have the same tensor, without comparing its bytes.
 
 Different values show different tensors; equal ones make a replica likely: of a large tensor they
 are made of samples.

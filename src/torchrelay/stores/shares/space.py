@@ -12,7 +12,7 @@ HEADROOM = 1 << 20  # bytes kept free in addition to the data: commit record, di
 class Space(NamedTuple):
     """The free bytes of a store, and how many steps its policy retains at most."""
 
-    free: int | None  # None: there is no limit
+    free: int | None  # None: unlimited
     url: str
     policy: str
     retained: int | None  # None: it may be any number

@@ -23,7 +23,7 @@ SLOTS = 4  # of an arena smaller than the share
 
 
 class Target(Protocol):
-    """What writes staged bytes: threads of this process, or the writer process (`WriterSave`)."""
+    """Writes staged bytes: threads of this process, or the writer process (`WriterSave`)."""
 
     def write(self, placed: list[Placed], deadline: Deadline) -> None: ...
     def finish(self, deadline: Deadline) -> list[bytes]: ...

@@ -42,10 +42,10 @@ class Unknown(NamedTuple):
 
 
 def as_planned(record: Record) -> AsPlanned:
-    """What `DefaultSavePlanner` would have made of the state.
+    """The plan that `DefaultSavePlanner` would have made of the state.
 
-    Which containers it takes apart is its own business: so it is asked, with a state of the same
-    shape that has no bytes.
+    Only the planner knows which containers it takes apart, so it plans a state of the same shape
+    that has no bytes.
     """
     ranks = [LeafRows(record, rank, at_rest=True) for rank in _first_ranks(record)]
     offered = [leaf for rows in ranks for leaf in rows]

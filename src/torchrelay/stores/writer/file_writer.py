@@ -108,7 +108,7 @@ class FileWriter:
         )
 
     def _tasks(self, ranges: Sequence[Range]) -> list[_Task]:
-        """What threads take in turn: files alternate, so that threads are on different ones. An
+        """The tasks of the threads. Files alternate, so that threads work on different ones. An
         ordered file is one task."""
         by_file: dict[int, list[_Task]] = {}
         for part in ranges:

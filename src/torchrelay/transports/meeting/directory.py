@@ -31,7 +31,7 @@ _MESSAGE_BYTES = 512
 
 
 class Identity(msgspec.Struct, array_like=True, frozen=True):
-    """How to reach a process and be admitted. Whoever has it is trusted as a member of the group.
+    """How to reach a process and be admitted. A process that has it is trusted as a group member.
 
     `node` tells the groups of a process apart; the process knows itself by it.
     """
@@ -99,7 +99,7 @@ class Directory:
         raise NotImplementedError
 
     def forget(self, rank: int) -> None:
-        """What was found did not work: look again the next time."""
+        """The address that was found did not work: look it up again next time."""
 
 
 def absent(rank: int, deadline: Deadline) -> TransferTimeoutError:

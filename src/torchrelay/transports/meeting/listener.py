@@ -26,7 +26,7 @@ PAUSE_SECONDS = 0.1  # when no descriptor is free
 
 
 class Admission(Protocol):
-    """Who may connect to one node of this process. Asked in the I/O thread."""
+    """Decides which callers may connect to one node of this process. Runs in the I/O thread."""
 
     def key_for(self, hello: Hello) -> bytes | None:
         """The key that the caller must know; None if there is nothing for it here."""
@@ -103,7 +103,7 @@ class Listener:
         hello = handshake.read_hello(data)
         node = None if hello is None else self._nodes.get(hello.node)
         key = None if node is None or hello is None else node.key_for(hello)
-        # A caller that names nothing is told no sooner than one that does not know the key.
+        # A caller that names no node is refused no sooner than one that does not know the key.
         if not handshake.proves(data, challenge, key or bytes(handshake.KEY_BYTES)) or key is None:
             raise ConnectionError("a stranger")
         # So few bytes always fit into the empty buffer of a new connection.
@@ -127,7 +127,7 @@ _lock = threading.Lock()
 
 
 def listener_here() -> Listener:
-    """The listener of this process. `OSError` if there is no address to listen at."""
+    """The listener of this process. Raises `OSError` if no address can be listened at."""
     global _here
     with _lock:
         if _here is None:

@@ -159,7 +159,7 @@ class _Desk:
         self._joins: dict[WaitingJoin, tuple[Connection, Join]] = {}
         self._expected: dict[tuple[bytes, int], _Expected] = {}
 
-    # Who may connect
+    # Admission of connections
 
     def key_for(self, hello: Hello) -> bytes | None:
         if hello.kind == handshake.CONTROL:

@@ -1,4 +1,4 @@
-"""What a call of `Relay` asks for, as records that its parts share."""
+"""The options of a call of `Relay`, as records that its parts share."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class SendOptions:
 
 @dataclass(frozen=True)
 class ReceiveOptions:
-    """What a receiver takes, and where it goes."""
+    """The state that a receiver takes, and its destination."""
 
     into: object = None
     step: int | None = None

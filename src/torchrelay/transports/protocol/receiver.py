@@ -65,14 +65,14 @@ REFUSED = (StateError, StepMismatchError, ManifestError, RouteError)
 
 
 def refusal(fault: RelayError) -> Refuse:
-    """What a sender hears whose state is not taken."""
+    """The message to a sender whose state is refused."""
     path = None if fault.path is None else text(fault.path)
     return Refuse(_REFUSALS.get(type(fault), "mismatch"), text(fault.message), path)
 
 
 def last_message(fault: BaseException, *, torn: bool) -> Message:
-    """What a sender hears when a receive fails: an object that does not take its state refuses it,
-    as a destination that does not fit does before."""
+    """The message to the sender when a receive fails. An object that rejects its state refuses it,
+    like a destination that does not fit."""
     if isinstance(fault, REFUSED) and not torn:
         return refusal(fault)
     reason = fault.message if isinstance(fault, RelayError) else repr(fault)
@@ -80,10 +80,10 @@ def last_message(fault: BaseException, *, torn: bool) -> Message:
 
 
 class Greeting:
-    """What a receiver says of itself when it joins, and what shows that it is true."""
+    """A receiver's description of itself when it joins, and the proof of it."""
 
     def __init__(self, me: int, sender: int, route: str | None) -> None:
-        # With a route that crosses a wire, nobody's memory is read.
+        # A route that crosses a wire reads no memory of another process.
         reads = route in (None, "memory", "cuda_ipc")
         self.nonce = secrets.token_bytes(NONCE_BYTES) if reads else b""
         self.place = place.here()

@@ -164,8 +164,8 @@ class Sending:
         self._take(min(self._deadline.left(), self.machine.tick_seconds))
         self._tick()
         if self._deadline.passed:
-            # What came while this process stood still counts, and a receiver may be about to say
-            # that it is done.
+            # Messages that came while this process was stopped count, and a receiver may be about
+            # to report that it is done.
             ends = time.monotonic() + LAST_SECONDS
             while self.machine.among(Stage.CONFIRMED) and time.monotonic() < ends:
                 self._take(ends - time.monotonic())
@@ -277,7 +277,7 @@ class Sending:
         return ""
 
     def _outgoing_of(self, accept: Accept) -> Outgoing:
-        """What a receiver gets: the state, or the parts of it that it asks for."""
+        """The bytes for a receiver: the state, or the parts of it that it asks for."""
         if accept.reads is None:
             return self._outgoing
         reads = decode_reads(accept.reads, self.snapshot.record)

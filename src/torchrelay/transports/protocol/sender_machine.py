@@ -1,7 +1,7 @@
 """The sender of a live transfer as a state machine: events in, calls of `Effects` out.
 
-There is no thread, clock or socket here. The driver (`sender.py`) tells it who joined, what was
-heard, who was lost and what time it is; tests drive it with a recorder.
+The machine has no thread, clock or socket. The driver (`sender.py`) passes it joins, messages,
+losses and the time; tests drive it with a recorder.
 
 | stage of receiver | event                            | effect                    | next      |
 |-------------------|----------------------------------|---------------------------|-----------|
@@ -53,7 +53,7 @@ from torchrelay.transports.wire.messages import (
 
 
 class Effects(Protocol):
-    """What the machine asks of its driver."""
+    """The calls that the machine makes to its driver."""
 
     def offer(self, rank: int, join: Join, several: bool) -> str:
         """Make an offer to a receiver that has joined; why that cannot be done, or nothing."""
@@ -144,7 +144,7 @@ class SenderMachine:
         if why := self.effects.go(link or alone, self.patience):
             self.fail(peer, f"cannot be served: {why}")
 
-    # What is heard
+    # Messages
 
     def heard(self, rank: int, message: Message, now: float) -> None:
         """A receiver has said something."""
@@ -223,7 +223,7 @@ class SenderMachine:
             peer.give_up(reason)
 
     def _give_up(self, peer: Peer, reason: str, said: str, *, late: bool = False) -> None:
-        # A receiver that was told to commit takes no more messages.
+        # A receiver that has been asked to commit takes no more messages.
         if peer.stage is not Stage.CONFIRMED:
             self.effects.send(peer.rank, Abort(text(said), late=late))
         peer.give_up(reason, late=late)

@@ -1,4 +1,4 @@
-"""What a send has for one receiver: its connection, and the sender's ends of its routes."""
+"""The sender's side of one receiver: its connection, and the sender's ends of its routes."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Served:
         *,
         several: bool,
     ) -> Offer:
-        """What the receiver is offered: a record, and the routes by which it can be had."""
+        """The offer to the receiver: a record, and the routes by which the bytes can travel."""
         self.services = services(receiver, route)
         said = {name: end.offer(outgoing) for name, end in self.services.items()}
         if receiver.receivers == 1 and not receiver.join.parts:

@@ -49,7 +49,7 @@ class DeviceFacts(msgspec.Struct, array_like=True, frozen=True):
 
 
 class DeviceTable(msgspec.Struct, array_like=True, frozen=True):
-    """What lies where."""
+    """The location of every byte of the state: in host memory, or in exported GPU memory."""
 
     memory: MemoryTable
     device: m.Blob = b""  # `handles.pack`

@@ -2,7 +2,7 @@
 
 NIXL moves memory over whatever UCX finds between two processes: RDMA between machines that have it,
 TCP, or shared memory. The sender registers the memory of its state for as long as the send lasts.
-Chunks that are not in host memory, or not in one piece there, are staged in a block beside it.
+Chunks that are not in host memory, or not in one piece there, are staged in another block.
 
 A read that has begun cannot be taken back. So the receiver reads into buffers of its own, and lands
 them as messages of a group are landed.
@@ -58,7 +58,7 @@ def _library() -> Any:
         except ModuleNotFoundError as fault:
             if fault.name != package:
                 raise
-    raise ImportError("NIXL is not installed: pip install torchrelay[nixl]")
+    raise ImportError("NIXL is not installed: pip install 'torchrelay[nixl]'")
 
 
 class NixlError(Exception):
@@ -146,7 +146,7 @@ def _rows(memory: Runs) -> np.ndarray[Any, Any]:
 class NixlTable(msgspec.Struct, array_like=True, frozen=True):
     """How to reach the sender's memory, and where in it the bytes are."""
 
-    agent: Blob = b""  # NIXL's description of the sender's agent; empty: there are no bytes
+    agent: Blob = b""  # NIXL's description of the sender's agent; empty for an empty state
     memory: Blob = b""  # `geometry.runs.Runs.pack`
 
 

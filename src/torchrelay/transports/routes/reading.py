@@ -58,7 +58,7 @@ class ReadingFetch(RouteFetch):
         self._tries: dict[int, int] = {}
         self._on_gpu: Any = None  # chunks that a GPU can hash
 
-    # What a route does
+    # For routes to implement
 
     def _threads(self, most: int) -> int:
         """With how many threads to read, of `most`."""
@@ -84,7 +84,7 @@ class ReadingFetch(RouteFetch):
         """All is read: compare what has no digests of chunks."""
 
     def _lost(self, fault: Exception) -> Exception:
-        """What a fault of a read means."""
+        """The error that a failed read stands for."""
         return fault
 
     # The phase

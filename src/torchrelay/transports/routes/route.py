@@ -2,9 +2,9 @@
 
 A route is one file here, with its `ROUTE`, and one line in the list of `choice.py`. For each
 receiver that joins, the sender has a `RouteService` of every route that it offers. The receiver
-takes one of them, and makes the `RouteFetch` for it. What the two say to each other is opaque to
-the protocol, which carries it: in the `Offer`, the `Accept` and the `Go`, and in `RouteNote`s after
-that.
+takes one of them, and makes the `RouteFetch` for it. Their messages to each other are opaque to
+the protocol, which carries them: in the `Offer`, the `Accept` and the `Go`, and later in
+`RouteNote`s.
 
 On a route that reads (`memory`, `cuda_ipc`, `nixl`) the receiver takes the bytes itself and the
 sender keeps them where they are. On the others the sender pushes chunks.
@@ -124,7 +124,7 @@ class RouteService:
     is_likely = False  # after `offer`: the receiver will probably take this route
 
     def offer(self, outgoing: Outgoing) -> bytes | Unavailable:
-        """What the receiver needs to know to choose the route."""
+        """The facts by which the receiver decides whether to take the route."""
         return b""
 
     def begin(self, outgoing: Outgoing, accept: Accept, hop: Hop) -> bytes:

@@ -76,7 +76,7 @@ def usual_connections() -> int:
 
 
 class TcpAnswer(msgspec.Struct, array_like=True, frozen=True):
-    """What a receiver that takes the route says."""
+    """The answer of a receiver that takes the route."""
 
     connections: Count
 

@@ -10,7 +10,7 @@ from torchrelay.memory.host import host_block
 
 
 class BufferPool:
-    """Buffers by size. What is given back is kept, up to `limit` bytes, until `clear`."""
+    """Buffers by size. Returned buffers are kept, up to `limit` bytes, until `clear`."""
 
     def __init__(self, limit: int = 512 << 20) -> None:
         self.limit = limit

@@ -61,7 +61,7 @@ Connect = Callable[[Callable[[], bool]], DataSocket]  # unless the transfer is o
 
 
 class ChunkArrivals:
-    """What is still to come of one transfer, and the memory for it; shared by its connections."""
+    """The outstanding chunks of one transfer, and their memory; shared by its connections."""
 
     def __init__(
         self,

@@ -36,7 +36,7 @@ CONTROL, DATA = 1, 2
 
 
 class Hello(NamedTuple):
-    """What a connection is for: the `node` that is called, the caller's `rank`, and, for a data
+    """The purpose of a connection: the `node` that is called, the caller's `rank`, and, for a data
     connection, the `transfer` and how often its connections have broken."""
 
     kind: int
@@ -78,8 +78,8 @@ def hello(content: Hello, challenge: bytes, key: bytes) -> bytes:
 
 
 def read_hello(data: bytes) -> Hello | None:
-    """What the caller wants; None for anything else than a `Hello` of this version. Nothing of it
-    counts before `proves` has said so."""
+    """The caller's `Hello`; None for anything but a `Hello` of this version. Do not trust it before
+    `proves` has accepted it."""
     magic, version, kind, rank, broken, node, transfer, _ = _HELLO.unpack_from(data)
     if (magic, version) != (_MAGIC, VERSION) or kind not in (CONTROL, DATA):
         return None

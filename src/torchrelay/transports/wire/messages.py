@@ -96,7 +96,7 @@ class Join(Message, frozen=True):
     step: Step | None = None
     parts: bool = False  # I take parts of what you have
     place: Place = Place()
-    nonce: Nonce = b""  # for proofs about processes; empty if I read nobody's memory
+    nonce: Nonce = b""  # for proofs about processes; empty if I read no other memory
     fd: Descriptor = -1  # file of mine that shows the nonce, where I might open device memory
     committed: Annotated[bytes, Meta(max_length=ID_BYTES)] = b""  # my last transfer from you
 
@@ -163,7 +163,7 @@ class Digests(_LargeMessage, frozen=True):
 
 
 class RouteNote(_LargeMessage, frozen=True):
-    """What one end of a route says to the other. Opaque to the protocol."""
+    """A message from one end of a route to the other. Opaque to the protocol."""
 
     data: Blob
 
@@ -257,7 +257,7 @@ def _checked_head(data: bytearray, at: int) -> tuple[int, int]:
 
 
 def read_by(decoder: msgspec.msgpack.Decoder[T], body: bytes | memoryview) -> T:
-    """What a peer said. `RemoteProtocolError` unless every field has a value that it may have."""
+    """A decoded message of a peer. Raises `RemoteProtocolError` if a field is out of range."""
     try:
         return decoder.decode(body)
     except (msgspec.MsgspecError, ValueError, RecursionError) as fault:

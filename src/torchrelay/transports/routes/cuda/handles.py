@@ -130,7 +130,7 @@ class Exports:
         """The driver keeps nothing for an export."""
 
     def _allocations(self, memory: Runs) -> list[_Allocation]:
-        """Those that hold the memory, in order of address."""
+        """The allocations that hold the memory, in order of address."""
         order = np.argsort(memory.addresses)
         lows = memory.addresses[order]
         highs = lows + (memory.stops - memory.starts)[order]

@@ -26,7 +26,7 @@ class ChunkPaths(NamedTuple):
 
 
 class SenderMemory(NamedTuple):
-    """What the sender has where, and what of it this process can read."""
+    """The locations of the sender's bytes, and the parts that this process can read."""
 
     host: Runs
     apart: tuple[int, ...]  # chunks that have bytes elsewhere
@@ -65,7 +65,7 @@ def choose_paths(
     readable = ~apart if reads else np.zeros(count, bool)
     ringed = ~readable & ~opened
     buffered = readable & (indirect | (to_device > 0))
-    if verify:  # a digest is of the whole chunk, also of what nobody wants
+    if verify:  # a digest covers the whole chunk, including unwanted bytes
         buffered |= readable & (from_host < _bytes_in(chunks, sources))
     straight = ~ringed & ~buffered
     marks = (straight, buffered, ringed, straight & opened)

@@ -84,9 +84,9 @@ class Process(NamedTuple):
 
 
 def claim(nonce: bytes, owner: int, reader: int, transfer: bytes) -> bytes:
-    """What a process shows that rank `reader` reads in a transfer because it is rank `owner`'s.
+    """The bytes by which a process proves to rank `reader` that it is rank `owner`'s.
 
-    The reader has made the nonce, so nobody else's claim, and none of an earlier transfer, will do.
+    The reader made the nonce, so a claim of another process or an earlier transfer does not match.
     """
     return nonce + _CLAIM.pack(owner, reader, transfer)
 
@@ -160,7 +160,7 @@ def open_memfd(process: Process, fd: int, flags: int) -> int:
     try:
         found = os.fstat(looked_at)
         if not stat.S_ISREG(found.st_mode) or found.st_dev != _memfd_device():
-            raise OSError(errno.EINVAL, "a file that is no memfd")
+            raise OSError(errno.EINVAL, "the file is not a memfd")
         return os.open(f"/proc/self/fd/{looked_at}", flags | os.O_CLOEXEC)
     finally:
         os.close(looked_at)

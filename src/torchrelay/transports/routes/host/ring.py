@@ -81,7 +81,7 @@ class SharedRings:
         self._lock = threading.Lock()
 
     def take(self, chunk_bytes: int, chunks: int, *, pinned: bool) -> SharedRing:
-        """A ring for chunks of that size. `MemoryError` if there is no memory for it."""
+        """A ring for chunks of that size. Raises `MemoryError` if memory runs out."""
         slot_bytes = -(-max(chunk_bytes, 1) // mmap.PAGESIZE) * mmap.PAGESIZE
         slots = max(min(RING_BYTES // slot_bytes, MOST_SLOTS, chunks), min(2, chunks), 1)
         with self._lock:

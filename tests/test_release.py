@@ -1,0 +1,169 @@
+"""A release can be built and used: wheel, metadata, workflow, and an empty environment."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+import zipfile
+from email.parser import HeaderParser
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from torchrelay.version import __version__
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    tomllib = pytest.importorskip("tomli")
+
+ROOT = Path(__file__).resolve().parents[1]
+PROJECT: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
+EXTRAS = set(PROJECT["optional-dependencies"])
+BUILD_SECONDS = 300
+INSTALL_SECONDS = 900
+RUN_SECONDS = 200
+
+
+def text_of(name: str) -> str:
+    return (ROOT / name).read_text(encoding="utf-8")
+
+
+# Quick: what is written down agrees
+
+
+def test_one_version_everywhere() -> None:
+    assert PROJECT["version"] == __version__
+    assert f"## [{__version__}]" in text_of("CHANGELOG.md")
+    assert f"| {__version__.rpartition('.')[0]}.x |" in text_of("SECURITY.md")
+
+
+def test_extras_are_named_as_they_are_everywhere() -> None:
+    """`torchrelay[NAME]` names an extra that exists, and a command quotes it for every shell."""
+    paths = [ROOT / "README.md", *(ROOT / "docs").rglob("*.md")]
+    paths += [*(ROOT / "src").rglob("*.py"), *(ROOT / "examples").rglob("*.py")]
+    for path in paths:
+        text = path.read_text(encoding="utf-8")
+        for found in re.finditer(r"(pip install )?('?)torchrelay\[([\w,]+)\]", text):
+            where = f"{found[0]} in {path.relative_to(ROOT)}"
+            assert set(found[3].split(",")) <= EXTRAS, where
+            assert not found[1] or found[2], where
+
+
+def test_every_extra_is_described_once() -> None:
+    page = ROOT / "docs" / "install.md"
+    if not page.is_file():
+        pytest.skip("docs/install.md is not in this tree")
+    rows = re.findall(r"^\| (`[^|]+) \|", page.read_text(encoding="utf-8"), re.M)
+    described = [name for row in rows for name in re.findall(r"`(\w+)`", row)]
+    assert sorted(described) == sorted(EXTRAS - {"dev", "docs"})
+
+
+def test_the_workflow_runs_what_developers_run() -> None:
+    workflow = text_of(".github/workflows/test.yml")
+    assert "run: make test\n" in workflow and "run: make package\n" in workflow
+    versions = re.findall(r'"(3\.\d+)"', workflow.split("matrix:")[1].split("env:")[0])
+    named = [c.rpartition(" ")[2] for c in PROJECT["classifiers"] if re.search(r":: 3\.\d", c)]
+    assert versions == named
+
+
+def test_hooks_use_the_formatter_of_the_tests() -> None:
+    version = re.search(r"^ruff==(\S+)$", text_of("constraints.txt"), re.M)
+    assert version and f"rev: v{version[1]}\n" in text_of(".pre-commit-config.yaml")
+
+
+def test_the_demo_installs_no_test_tools() -> None:
+    makefile = text_of("Makefile")
+    rules = dict(re.findall(r"^(\S+): (.*?)$", makefile, re.M))
+    assert rules["demo"] == "$(LIBRARY)"
+    recipe = makefile.split("$(LIBRARY): ", 1)[1].split("\n\n", 1)[0]
+    assert "'.[cli]'" in recipe and "dev" not in recipe
+
+
+# Slow: built, installed, tried
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder with a wheel and a source archive of this tree, built from a copy of it."""
+    for tool in ("build", "twine"):
+        if find_spec(tool) is None:
+            pytest.skip(f"{tool} is not installed: pip install -e '.[dev]'")
+    copy = tmp_path_factory.mktemp("tree")
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, copy)
+    ignored = shutil.ignore_patterns("__pycache__", "*.egg-info")
+    shutil.copytree(ROOT / "src", copy / "src", ignore=ignored)
+    run([sys.executable, "-m", "build", "--outdir", "dist", "."], copy, BUILD_SECONDS)
+    return copy / "dist"
+
+
+def run(command: list[str], folder: Path, seconds: float, code: int = 0) -> str:
+    inherited = dict(os.environ)
+    if not command[0].startswith(sys.prefix):  # nothing of this tree reaches the new environment
+        inherited.pop("PYTHONPATH", None)
+    done = subprocess.run(
+        command,
+        cwd=folder,
+        env=inherited,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=seconds,
+        check=False,
+    )
+    assert done.returncode == code, f"{command}\n{done.stdout}"
+    return done.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(BUILD_SECONDS + 60)
+def test_wheel_and_archive_are_complete(built: Path) -> None:
+    archives = sorted(map(str, built.iterdir()))
+    assert len(archives) == 2
+    run([sys.executable, "-m", "twine", "check", "--strict", *archives], built, 60)
+    wheel = next(built.glob("*.whl"))
+    assert wheel.name == f"torchrelay-{__version__}-py3-none-any.whl"
+    with zipfile.ZipFile(wheel) as opened:
+        names = set(opened.namelist())
+        facts = HeaderParser().parsestr(
+            opened.read(f"torchrelay-{__version__}.dist-info/METADATA").decode()
+        )
+    source = ROOT / "src"
+    wanted = {
+        path.relative_to(source).as_posix()
+        for path in (source / "torchrelay").rglob("*")
+        if path.is_file() and "__pycache__" not in path.parts
+    }
+    assert wanted <= names, sorted(wanted - names)
+    assert all(name.startswith(("torchrelay/", "torchrelay-")) for name in names)
+    assert set(facts.get_all("Provides-Extra", [])) == EXTRAS
+    assert f"torchrelay-{__version__}.dist-info/licenses/LICENSE" in names
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(INSTALL_SECONDS + 3 * RUN_SECONDS)
+def test_a_new_user_with_the_wheel_in_an_empty_environment(built: Path, tmp_path: Path) -> None:
+    """A plain installation runs the README's blocks; the extra brings the command and the demo."""
+    run([sys.executable, "-m", "venv", "env"], tmp_path, 120)
+    python = str(tmp_path / "env" / "bin" / "python")
+    wheel = str(next(built.glob("*.whl")))
+    install = [python, "-m", "pip", "install", "-q", "-c", str(ROOT / "constraints.txt")]
+    run([*install, wheel], tmp_path, INSTALL_SECONDS)
+    blocks = re.findall(r"^```python\n(.*?)^```$", text_of("README.md"), re.M | re.S)
+    assert blocks
+    for number, block in enumerate(blocks):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        (folder / "script.py").write_text(block, encoding="utf-8")
+        run([python, "script.py"], folder, RUN_SECONDS)
+    command = str(tmp_path / "env" / "bin" / "torchrelay")
+    assert "pip install 'torchrelay[cli]'" in run([command, "--version"], tmp_path, 60, code=2)
+    run([*install, f"{wheel}[cli]"], tmp_path, INSTALL_SECONDS)
+    assert f"torchrelay {__version__}" in run([command, "--version"], tmp_path, 60)
+    run([command, "demo", "--small"], tmp_path, RUN_SECONDS)
