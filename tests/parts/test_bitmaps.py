@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from torchrelay.errors import UsageError
-from torchrelay.parts.bitmaps import VolumeBitmap, changed, gather, tiled, union
+from torchrelay.parts.bitmaps import Changes, VolumeBitmap, changed, gather, tiled, union
 from torchrelay.parts.fields import Field
 
 ITEM_SIZES = (1, 2, 4, 8, 16)
@@ -76,8 +76,18 @@ def test_bits_of_strided_rows_are_gathered(
     mask = np.random.default_rng(seed).random(total) < 0.3
     expected = np.concatenate([mask[first + i * step :][:each] for i in range(count)])
     found = gather(np.packbits(mask, bitorder="little"), first, each, step, count)
-    assert found.dtype == np.bool_
-    np.testing.assert_array_equal(found, expected)
+    np.testing.assert_array_equal(found.mask, expected)
+    np.testing.assert_array_equal(found.positions(), np.flatnonzero(expected))
+    assert found.count == expected.sum()  # also behind the last element no bit is set
+
+
+@given(sizes=st.lists(st.integers(0, 40), min_size=1, max_size=6), seed=st.integers(0, 1000))
+def test_changes_of_runs_are_joined(sizes: list[int], seed: int) -> None:
+    draw = np.random.default_rng(seed)
+    masks = [draw.random(size) < 0.3 for size in sizes]
+    joined = Changes.joined([Changes.of(mask) for mask in masks])
+    np.testing.assert_array_equal(joined.mask, np.concatenate(masks))
+    assert joined.elements == sum(sizes) and joined.count == sum(mask.sum() for mask in masks)
 
 
 def volume(seed: int) -> VolumeBitmap:
@@ -95,11 +105,11 @@ def test_runs_of_a_volume_are_gathered_by_bytes() -> None:
     half = np.unpackbits(bitmap.bits[1], bitorder="little")[:200].view(bool)
     whole = bitmap.gather(100, 400, 2)
     assert whole is not None
-    np.testing.assert_array_equal(whole, half)
+    np.testing.assert_array_equal(whole.mask, half)
     rows = bitmap.gather(110, 10, 2, stride=20, count=10)
     assert rows is not None
     expected = [flag for row in range(10) for flag in half[5 + row * 10 : 10 + row * 10]]
-    np.testing.assert_array_equal(rows, expected)
+    np.testing.assert_array_equal(rows.mask, expected)
     assert bitmap.gather(0, 0, 1) is not None
 
 

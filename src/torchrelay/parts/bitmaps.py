@@ -7,6 +7,7 @@ tiled by fields, each of elements of one size; the bits of each begin with a byt
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.lib.stride_tricks import as_strided
@@ -18,6 +19,7 @@ from torchrelay.parts.fields import Field
 
 Bits = NDArray[np.uint8]
 Mask = NDArray[np.bool_]
+Positions = NDArray[np.int64]
 
 _BLOCK = 1 << 16  # elements compared at once: the result stays in a core's cache
 _ONES = np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1).sum(axis=1, dtype=np.uint8)
@@ -103,12 +105,12 @@ class VolumeBitmap:
 
     def gather(
         self, start: int, nbytes: int, itemsize: int, *, stride: int = 0, count: int = 1
-    ) -> Mask | None:
+    ) -> Changes | None:
         """Which elements of a run changed, in its order: `count` rows of `nbytes` bytes, `stride`
         bytes apart. None where the run is not made of whole elements of one field of that size:
         nothing is known of it then."""
         if count < 1 or nbytes < 1:
-            return np.zeros(0, np.bool_)
+            return Changes(np.zeros(0, np.uint8), 0)
         index = int(np.searchsorted(self._starts, start, side="right")) - 1
         if index < 0 or stride < 0:
             return None
@@ -126,25 +128,79 @@ def bits_bytes(field: Field) -> int:
     return -(-(field.stop - field.start) // field.itemsize // 8)
 
 
-def gather(bits: Bits, first: int, each: int, step: int = 0, count: int = 1) -> Mask:
-    """The bits of `count` rows of `each` elements, `step` elements apart, as a mask. All of them
-    lie in `bits`."""
+@dataclass(frozen=True, eq=False)
+class Changes:
+    """Which of `elements` changed, as bits. Bits behind the last element are not set."""
+
+    bits: Bits
+    elements: int
+
+    @property
+    def count(self) -> int:
+        """How many have changed."""
+        return _ones(self.bits)
+
+    def positions(self) -> Positions:
+        """Where they are. Only bytes that have a bit are looked into."""
+        some = np.flatnonzero(self.bits != 0)
+        inside = np.flatnonzero(np.unpackbits(self.bits[some], bitorder="little").view(np.bool_))
+        found: Positions = some[inside >> 3]
+        found <<= 3
+        found += inside & 7
+        return found
+
+    @property
+    def mask(self) -> Mask:
+        """The same, with a bool for each element."""
+        return _unpacked(self.bits, 0, self.elements)
+
+    @classmethod
+    def of(cls, mask: Mask) -> Changes:
+        return cls(np.packbits(mask, bitorder="little"), len(mask))
+
+    @classmethod
+    def joined(cls, several: Sequence[Changes]) -> Changes:
+        """Those of several runs, one after the other."""
+        if len(several) == 1:
+            return several[0]
+        elements = sum(one.elements for one in several)
+        if all(one.elements % 8 == 0 for one in several[:-1]):
+            return cls(np.concatenate([one.bits for one in several]), elements)
+        return cls.of(np.concatenate([one.mask for one in several]))
+
+
+def gather(bits: Bits, first: int, each: int, step: int = 0, count: int = 1) -> Changes:
+    """The bits of `count` rows of `each` elements, `step` elements apart. All of them lie in
+    `bits`."""
     if count == 1 or step == each:
-        return _unpacked(bits, first, each * count)
+        return _from(bits, first, each * count)
     if step % 8 == 0:  # rows begin at the same bit of a byte
         skip = first % 8
         width = -(-(skip + each) // 8)
         origin = bits[first // 8 :]
         rows = as_strided(origin, (count, width), (step // 8, 1), writeable=False)
+        if skip == each % 8 == 0:
+            return Changes(rows.reshape(-1), each * count)
         found = np.unpackbits(rows, axis=1, bitorder="little")[:, skip : skip + each]
-        return np.ascontiguousarray(found).view(np.bool_).reshape(-1)
+        return Changes.of(np.ascontiguousarray(found).view(np.bool_).reshape(-1))
     if step <= _SPREAD * each:
         span = _unpacked(bits, first, (count - 1) * step + each)
         strides = (step, 1)
-        return as_strided(span, (count, each), strides, writeable=False).reshape(-1)
+        return Changes.of(as_strided(span, (count, each), strides, writeable=False).reshape(-1))
     at = (first + step * np.arange(count)[:, None] + np.arange(each)).reshape(-1)
     one_bit: Mask = (bits[at >> 3] >> (at & 7).astype(np.uint8) & 1).view(np.bool_)
-    return one_bit
+    return Changes.of(one_bit)
+
+
+def _from(bits: Bits, first: int, count: int) -> Changes:
+    """Those of elements that follow each other."""
+    if first % 8:
+        return Changes.of(_unpacked(bits, first, count))
+    found = bits[first // 8 : -(-(first + count) // 8)]
+    if count % 8:  # others follow in the last byte
+        found = found.copy()
+        found[-1] &= (1 << count % 8) - 1
+    return Changes(found, count)
 
 
 def _unpacked(bits: Bits, first: int, count: int) -> Mask:

@@ -22,6 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from torchrelay.errors import RemoteProtocolError, UsageError
+from torchrelay.parts.bitmaps import Changes, Positions
 from torchrelay.parts.elements import element_dtype
 
 WHOLE, SAME, GAPS, BITMAP = range(4)
@@ -29,58 +30,34 @@ WHOLE, SAME, GAPS, BITMAP = range(4)
 _GAPS = struct.Struct("<III")
 _NARROW: dict[int, np.dtype[Any]] = {1: np.dtype(np.uint8), 2: np.dtype("<u2")}
 _WIDE = np.dtype("<u4")
-_WORD_BITS = 3
-_WORD = 1 << _WORD_BITS  # elements of a mask that are looked at together
 MAX_ELEMENTS = 1 << 32  # a wide gap has four bytes
 
 Bytes = NDArray[np.uint8]
-Positions = NDArray[np.int64]
 
 
-def encode(
-    new: Bytes, mask: NDArray[np.bool_] | None, itemsize: int
-) -> tuple[int, list[memoryview]]:
-    """The kind of a chunk and its payload, in pieces of bytes. `mask` says which elements changed;
-    without one the chunk is sent whole. The payload of a whole chunk is the memory of `new`."""
-    if mask is None:
+def encode(new: Bytes, changes: Changes | None, itemsize: int) -> tuple[int, list[memoryview]]:
+    """The kind of a chunk and its payload, in pieces of bytes. `changes` says which elements are
+    other ones than in the base; without them the chunk is sent whole. The payload of a whole chunk
+    is the memory of `new`."""
+    if changes is None:
         return WHOLE, [new.data]
     elements = new.view(element_dtype(itemsize))
-    if mask.shape != elements.shape or len(mask) >= MAX_ELEMENTS:
-        raise UsageError(f"a mask of {len(mask)} elements for a chunk of {len(elements)}")
-    count = int(np.count_nonzero(mask))
+    if changes.elements != len(elements) or len(elements) >= MAX_ELEMENTS:
+        raise UsageError(f"changes of {changes.elements} elements for a chunk of {len(elements)}")
+    count, bitmap = changes.count, changes.bits.nbytes
     if count == 0:
         return SAME, []
-    bitmap = -(-len(mask) // 8)
-    if count < bitmap:  # otherwise a bitmap is smaller than gaps of a byte
-        at = _positions(mask, count)
-        places, least = _gaps(at), bitmap
-    else:
-        at, places, least = None, [], bitmap
-    if places and sum(piece.nbytes for piece in places) < bitmap:
-        kind, least = GAPS, sum(piece.nbytes for piece in places)
-    else:
-        kind, places = BITMAP, [np.packbits(mask, bitorder="little").data]
-    if least + count * itemsize >= new.nbytes:
+    if min(count, bitmap) + count * itemsize >= new.nbytes:  # gaps take a byte each, or more
         return WHOLE, [new.data]
-    values = elements[mask if at is None else at]
-    return kind, [*places, values.view(np.uint8).data]
-
-
-def _positions(mask: NDArray[np.bool_], count: int) -> Positions:
-    """The positions of the set elements. A mask with few of them is looked at by words, since most
-    words have none."""
-    body = len(mask) // _WORD * _WORD
-    if count * _WORD > len(mask) or not body:
-        return np.flatnonzero(mask)
-    words = mask[:body].view(np.uint64)
-    which = np.flatnonzero(words != 0)
-    inside = np.flatnonzero(words[which].view(np.bool_))
-    found: Positions = which[inside >> _WORD_BITS]
-    found <<= _WORD_BITS
-    found += inside & (_WORD - 1)
-    if body == len(mask):
-        return found
-    return np.concatenate([found, np.flatnonzero(mask[body:]) + body])
+    at = changes.positions()
+    kind, places = BITMAP, [changes.bits.data]
+    if count < bitmap:
+        gaps = _gaps(at)
+        if sum(piece.nbytes for piece in gaps) < bitmap:
+            kind, places = GAPS, gaps
+    if sum(piece.nbytes for piece in places) + count * itemsize >= new.nbytes:
+        return WHOLE, [new.data]
+    return kind, [*places, elements[at].view(np.uint8).data]
 
 
 def _gaps(at: Positions) -> list[memoryview]:

@@ -18,7 +18,7 @@ import numpy as np
 import xxhash
 
 from torchrelay.errors import DigestError, RemoteProtocolError
-from torchrelay.parts.bitmaps import Mask, VolumeBitmap
+from torchrelay.parts.bitmaps import Changes, VolumeBitmap
 from torchrelay.parts.encoding import decode, encode
 from torchrelay.parts.runs import PART_BYTES, Bytes, PartRuns
 
@@ -54,7 +54,7 @@ class WantedPart(NamedTuple):
     runs: PartRuns
     changes: VolumeBitmap | None = None
 
-    def mask(self, begin: int, end: int, itemsize: int) -> Mask | None:
+    def changed(self, begin: int, end: int, itemsize: int) -> Changes | None:
         """Which elements of the packed bytes [begin, end) changed; None where nothing is known."""
         if self.changes is None:
             return None
@@ -66,7 +66,7 @@ class WantedPart(NamedTuple):
             if one is None:
                 return None
             found.append(one)
-        return found[0] if len(found) == 1 else np.concatenate(found)
+        return Changes.joined(found)
 
 
 def part_stream(wanted: Iterable[WantedPart]) -> Iterator[bytes | memoryview]:
@@ -79,7 +79,7 @@ def part_stream(wanted: Iterable[WantedPart]) -> Iterator[bytes | memoryview]:
             packed = buffer[: end - begin]
             part.runs.pack(part.volume, begin, end, packed)
             digest = xxhash.xxh3_128_digest(packed.data)
-            kind, payload = encode(packed, part.mask(begin, end, itemsize), itemsize)
+            kind, payload = encode(packed, part.changed(begin, end, itemsize), itemsize)
             yield ChunkHead(kind, sum(map(len, payload)), digest).encoded()
             yield from filter(len, payload)
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import secrets
 import time
 from collections.abc import Callable, Iterable, Mapping
+from copy import copy
 from functools import partial
 from typing import Annotated, TypeVar
 
@@ -321,8 +322,16 @@ class EndpointSource:
 
     # The end.
 
-    def end(self, reason: str = "", nbytes: int = 0) -> None:
-        """Tell the servers how the read ended; never raises. `nbytes`: how much was landed."""
+    def renewed(self) -> EndpointSource:
+        """The same servers for another read, over the connections that were kept."""
+        other = copy(self)
+        other.failed, other.instead, other._listed, other._opened = {}, {}, {}, []
+        other._refused = other._asked_for_step = False
+        return other
+
+    def end(self, reason: str = "", nbytes: int = 0, *, keep: bool = False) -> None:
+        """Tell the servers how the read ended; never raises. `nbytes`: how much was landed. `keep`:
+        connections to the servers that were named are kept, for a `renewed` source."""
         hosts = {host.url: host for host in self.hosts if host.url not in self.failed}
         for step in self._opened:
             for one in step.suppliers.all:
@@ -333,7 +342,8 @@ class EndpointSource:
             left = end - time.monotonic()
             if left > 0 and self._asked_for_step:
                 host.report_end(reason, nbytes if self.mapped else 0, seconds=left)
-            host.close()
+            if not keep or host not in self.hosts:
+                host.close()
 
     @property
     def supplied(self) -> dict[str, int]:

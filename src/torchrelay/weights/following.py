@@ -80,8 +80,22 @@ class NewestStep:
         self.device: DeviceSource | None = None
         if on_gpu and isinstance(origin, EndpointSource):
             self.device = DeviceSource(origin)
-        self.end = (self.device or origin).end
         self.opened: RemoteStep | DeviceLentStep | None = None  # what was opened last
+
+    def end(self, reason: str = "", nbytes: int = 0) -> None:
+        if self.device is not None:
+            self.device.end(reason, nbytes)
+        elif isinstance(self._origin, EndpointSource):
+            self._origin.end(reason, nbytes, keep=not reason)
+        else:
+            self._origin.end(reason, nbytes)
+
+    def for_another(self) -> EndpointSource | None:
+        """The servers for the next update, with the connections that were kept after this one."""
+        origin = self._origin
+        if self.device is not None or not isinstance(origin, EndpointSource):
+            return None
+        return origin.renewed()
 
     @property
     def endpoint(self) -> EndpointSource | None:

@@ -28,6 +28,7 @@ from torchrelay.owner import Owner
 from torchrelay.results import Loaded, Outcome, Peer, Report
 from torchrelay.sources.access import Access
 from torchrelay.sources.device_source import NAME as CUDA_IPC
+from torchrelay.sources.endpoint import EndpointSource
 from torchrelay.sources.lent_device import DeviceLentStep
 from torchrelay.steps import check_step
 from torchrelay.weights.device_updates import DeviceUpdates
@@ -89,6 +90,7 @@ class Subscription:
         self._owner = Owner("Subscription")
         self._calls = threading.Lock()
         self._closed = False
+        self._connected: EndpointSource | None = None  # to servers that answered the last update
         newest = self._newest(0)
         try:
             Loader(newest, self._ranks).check(self._ranks.call("subscribe"), request, deadline)
@@ -126,6 +128,7 @@ class Subscription:
             try:
                 loaded = self._take(newest, deadline)
                 reason, nbytes = "", loaded.report.bytes
+                self._connected = newest.for_another()
                 return loaded
             except StorageTimeoutError as fault:
                 reason = "it took too long"
@@ -193,7 +196,8 @@ class Subscription:
         return decoded(_newest, heard, COORDINATOR)
 
     def _newest(self, floor: int) -> NewestStep:
-        origin = publisher(self._source, self._access, self._same_host)
+        kept, self._connected = self._connected, None
+        origin = kept or publisher(self._source, self._access, self._same_host)
         on_gpu = self._same_host and wants_gpu(self._request.into, {})
         return NewestStep(origin, self._mirror, floor, on_gpu=on_gpu)
 
@@ -201,6 +205,8 @@ class Subscription:
         """Free the memory of the subscription. `into` stays as it is."""
         self._closed = True
         self._mirror, self._held = Mirror(), None
+        if self._connected is not None:
+            self._connected.end()
         self._on_gpu.close()
 
     def __enter__(self) -> Subscription:
