@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from torchrelay.errors import UsageError
-from torchrelay.parts.bitmaps import Changes, VolumeBitmap, changed, gather, tiled, union
+from torchrelay.parts.bitmaps import ChangedElements, VolumeBitmap, changed, gather, tiled, union
 from torchrelay.parts.fields import Field
 
 ITEM_SIZES = (1, 2, 4, 8, 16)
@@ -85,7 +85,7 @@ def test_bits_of_strided_rows_are_gathered(
 def test_changes_of_runs_are_joined(sizes: list[int], seed: int) -> None:
     draw = np.random.default_rng(seed)
     masks = [draw.random(size) < 0.3 for size in sizes]
-    joined = Changes.joined([Changes.of(mask) for mask in masks])
+    joined = ChangedElements.joined([ChangedElements.of(mask) for mask in masks])
     np.testing.assert_array_equal(joined.mask, np.concatenate(masks))
     assert joined.elements == sum(sizes) and joined.count == sum(mask.sum() for mask in masks)
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from torchrelay.errors import RemoteProtocolError, UsageError
-from torchrelay.parts.bitmaps import Changes
+from torchrelay.parts.bitmaps import ChangedElements
 from torchrelay.parts.encoding import BITMAP, GAPS, SAME, WHOLE, decode, encode
 
 ITEM_SIZES = (1, 2, 4, 8, 16)
@@ -30,7 +30,7 @@ def altered(old: Bytes, at: object, itemsize: int) -> tuple[Bytes, NDArray[np.bo
 
 
 def sent(new: Bytes, mask: NDArray[np.bool_] | None, itemsize: int) -> tuple[int, bytes]:
-    kind, pieces = encode(new, None if mask is None else Changes.of(mask), itemsize)
+    kind, pieces = encode(new, None if mask is None else ChangedElements.of(mask), itemsize)
     assert all(piece.itemsize == 1 for piece in pieces)
     return kind, b"".join(pieces)
 
@@ -194,4 +194,4 @@ def test_elements_of_no_dtype_are_refused(itemsize: int) -> None:
 
 def test_a_mask_of_another_chunk_is_refused() -> None:
     with pytest.raises(UsageError, match="changes of 9 elements"):
-        encode(chunk(10, 2), Changes.of(np.zeros(9, np.bool_)), 2)
+        encode(chunk(10, 2), ChangedElements.of(np.zeros(9, np.bool_)), 2)

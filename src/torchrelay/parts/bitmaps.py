@@ -105,12 +105,12 @@ class VolumeBitmap:
 
     def gather(
         self, start: int, nbytes: int, itemsize: int, *, stride: int = 0, count: int = 1
-    ) -> Changes | None:
+    ) -> ChangedElements | None:
         """Which elements of a run changed, in its order: `count` rows of `nbytes` bytes, `stride`
         bytes apart. None where the run is not made of whole elements of one field of that size:
         nothing is known of it then."""
         if count < 1 or nbytes < 1:
-            return Changes(np.zeros(0, np.uint8), 0)
+            return ChangedElements(np.zeros(0, np.uint8), 0)
         index = int(np.searchsorted(self._starts, start, side="right")) - 1
         if index < 0 or stride < 0:
             return None
@@ -129,7 +129,7 @@ def bits_bytes(field: Field) -> int:
 
 
 @dataclass(frozen=True, eq=False)
-class Changes:
+class ChangedElements:
     """Which of `elements` changed, as bits. Bits behind the last element are not set."""
 
     bits: Bits
@@ -155,11 +155,11 @@ class Changes:
         return _unpacked(self.bits, 0, self.elements)
 
     @classmethod
-    def of(cls, mask: Mask) -> Changes:
+    def of(cls, mask: Mask) -> ChangedElements:
         return cls(np.packbits(mask, bitorder="little"), len(mask))
 
     @classmethod
-    def joined(cls, several: Sequence[Changes]) -> Changes:
+    def joined(cls, several: Sequence[ChangedElements]) -> ChangedElements:
         """Those of several runs, one after the other."""
         if len(several) == 1:
             return several[0]
@@ -169,7 +169,7 @@ class Changes:
         return cls.of(np.concatenate([one.mask for one in several]))
 
 
-def gather(bits: Bits, first: int, each: int, step: int = 0, count: int = 1) -> Changes:
+def gather(bits: Bits, first: int, each: int, step: int = 0, count: int = 1) -> ChangedElements:
     """The bits of `count` rows of `each` elements, `step` elements apart. All of them lie in
     `bits`."""
     if count == 1 or step == each:
@@ -180,27 +180,29 @@ def gather(bits: Bits, first: int, each: int, step: int = 0, count: int = 1) -> 
         origin = bits[first // 8 :]
         rows = as_strided(origin, (count, width), (step // 8, 1), writeable=False)
         if skip == each % 8 == 0:
-            return Changes(rows.reshape(-1), each * count)
+            return ChangedElements(rows.reshape(-1), each * count)
         found = np.unpackbits(rows, axis=1, bitorder="little")[:, skip : skip + each]
-        return Changes.of(np.ascontiguousarray(found).view(np.bool_).reshape(-1))
+        return ChangedElements.of(np.ascontiguousarray(found).view(np.bool_).reshape(-1))
     if step <= _SPREAD * each:
         span = _unpacked(bits, first, (count - 1) * step + each)
         strides = (step, 1)
-        return Changes.of(as_strided(span, (count, each), strides, writeable=False).reshape(-1))
+        return ChangedElements.of(
+            as_strided(span, (count, each), strides, writeable=False).reshape(-1)
+        )
     at = (first + step * np.arange(count)[:, None] + np.arange(each)).reshape(-1)
     one_bit: Mask = (bits[at >> 3] >> (at & 7).astype(np.uint8) & 1).view(np.bool_)
-    return Changes.of(one_bit)
+    return ChangedElements.of(one_bit)
 
 
-def _from(bits: Bits, first: int, count: int) -> Changes:
+def _from(bits: Bits, first: int, count: int) -> ChangedElements:
     """Those of elements that follow each other."""
     if first % 8:
-        return Changes.of(_unpacked(bits, first, count))
+        return ChangedElements.of(_unpacked(bits, first, count))
     found = bits[first // 8 : -(-(first + count) // 8)]
     if count % 8:  # others follow in the last byte
         found = found.copy()
         found[-1] &= (1 << count % 8) - 1
-    return Changes(found, count)
+    return ChangedElements(found, count)
 
 
 def _unpacked(bits: Bits, first: int, count: int) -> Mask:

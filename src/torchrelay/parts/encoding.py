@@ -22,7 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from torchrelay.errors import RemoteProtocolError, UsageError
-from torchrelay.parts.bitmaps import Changes, Positions
+from torchrelay.parts.bitmaps import ChangedElements, Positions
 from torchrelay.parts.elements import element_dtype
 
 WHOLE, SAME, GAPS, BITMAP = range(4)
@@ -35,7 +35,9 @@ MAX_ELEMENTS = 1 << 32  # a wide gap has four bytes
 Bytes = NDArray[np.uint8]
 
 
-def encode(new: Bytes, changes: Changes | None, itemsize: int) -> tuple[int, list[memoryview]]:
+def encode(
+    new: Bytes, changes: ChangedElements | None, itemsize: int
+) -> tuple[int, list[memoryview]]:
     """The kind of a chunk and its payload, in pieces of bytes. `changes` says which elements are
     other ones than in the base; without them the chunk is sent whole. The payload of a whole chunk
     is the memory of `new`."""

@@ -18,7 +18,7 @@ import numpy as np
 import xxhash
 
 from torchrelay.errors import DigestError, RemoteProtocolError
-from torchrelay.parts.bitmaps import Changes, VolumeBitmap
+from torchrelay.parts.bitmaps import ChangedElements, VolumeBitmap
 from torchrelay.parts.encoding import decode, encode
 from torchrelay.parts.runs import PART_BYTES, Bytes, PartRuns
 
@@ -54,7 +54,7 @@ class WantedPart(NamedTuple):
     runs: PartRuns
     changes: VolumeBitmap | None = None
 
-    def changed(self, begin: int, end: int, itemsize: int) -> Changes | None:
+    def changed(self, begin: int, end: int, itemsize: int) -> ChangedElements | None:
         """Which elements of the packed bytes [begin, end) changed; None where nothing is known."""
         if self.changes is None:
             return None
@@ -66,7 +66,7 @@ class WantedPart(NamedTuple):
             if one is None:
                 return None
             found.append(one)
-        return Changes.joined(found)
+        return ChangedElements.joined(found)
 
 
 def part_stream(wanted: Iterable[WantedPart]) -> Iterator[bytes | memoryview]:

@@ -24,8 +24,8 @@ def allocation(base: int, nbytes: int, number: int) -> handles._Allocation:
     return handles._Allocation(base, nbytes, Export(number, "gpu", bytes(64)))
 
 
-def opened(pointer: int, nbytes: int, device: int = 0) -> handles._Opened:
-    return handles._Opened(pointer, device, nbytes)
+def opened(pointer: int, nbytes: int, device: int = 0) -> handles.Opening:
+    return handles.Opening(pointer, device, nbytes)
 
 
 @pytest.mark.parametrize("seed", range(20))

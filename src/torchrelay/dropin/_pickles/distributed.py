@@ -121,7 +121,8 @@ def _texts(value: list[object] | tuple[object, ...]) -> tuple[str, ...]:
 
 
 def _layout(value: object, ranks: int) -> Any:
-    axes = _axes(fields(value, _LAYOUT + "_MeshLayout"))
+    f = fields(value, _LAYOUT + "_MeshLayout")
+    axes = _axes(f)
     reach = 1
     for shape, stride in axes:
         reach += sum((n - 1) * step for n, step in zip(shape, stride, strict=True))
@@ -131,7 +132,9 @@ def _layout(value: object, ranks: int) -> Any:
     flat: Any = getattr(_mesh_layout, "_FlatLayout", None)
     if flat is not None:
         return layout([flat(*axis) for axis in axes])
-    return layout(*(tuple(_bare(column[n]) for column in axes) for n in (0, 1)))
+    if "shape" in f:  # of the same torch: as it was, tuples of one number included
+        return layout(f["shape"], f["stride"])
+    return layout(*(tuple(_bare(axis[n]) for axis in axes) for n in (0, 1)))
 
 
 _Axis = tuple[tuple[int, ...], tuple[int, ...]]
