@@ -343,6 +343,18 @@ def _ours(row: dict[str, Any]) -> bool:
     return str(row["contender"]).startswith("torchrelay")
 
 
+def weights_links() -> str:
+    rows = [
+        [
+            f"{row['trainers']} to {row['workers']}: {row['kind']}",
+            spread(row["seconds"]),
+            percent(row["entered_per_needed"]),
+        ]
+        for row in result(f"{CPU}/weights-links.json")["rows"]
+    ]
+    return table(["trainers to workers, an update", "seconds", "of the needed bytes came"], rows)
+
+
 def weights_gpu() -> str:
     rows = [[row["case"], spread(row["seconds"])] for row in result(f"{GPU}/weights.json")["rows"]]
     return table(["8 GB, two processes on one H200", "seconds"], rows)
@@ -508,7 +520,8 @@ TABLES: dict[str, Callable[[], str]] = {
     for function in (
         hardware, live_memory, live_tcp, links, connections, resharding, gpu_live, endpoint, swarm,
         keeper, staging, checkpoints, gpu_stalls, gpu_checkpoints, loaders, limits, kernels,
-        frameworks, weights_reshard, weights_gpu, weights_training, scale, headline, tcp_in_place,
+        frameworks, weights_reshard, weights_links, weights_gpu, weights_training, scale, headline,
+        tcp_in_place,
     )
 }  # fmt: skip
 
