@@ -285,6 +285,7 @@ def test_endpoint_benchmark_runs_small(tmp_path: Path) -> None:
     assert found["trainer"]["ratio"] > 0 and found["trainer"]["published"] > 0
 
 
+@pytest.mark.slow
 def test_keeper_benchmark_runs_small(tmp_path: Path) -> None:
     out = tmp_path / "keeper.json"
     done = run_program(

@@ -14,6 +14,7 @@ ROOT = Path(__file__).resolve().parents[2]
 SECONDS = 150
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(SECONDS + 20)
 def test_three_are_healed_at_once(tmp_path: Path) -> None:
     try:

@@ -111,6 +111,7 @@ def test_every_layout_by_two_ranks(layouts: str, pool2: Any) -> None:
     assert pool2.run(load_layouts, layouts, 4, timeout=100) == [[], []]
 
 
+@pytest.mark.slow
 def test_every_layout_by_four_ranks(layouts: str, pool4: Any) -> None:
     assert pool4.run(load_layouts, layouts, 4, timeout=100) == [[], [], [], []]
 

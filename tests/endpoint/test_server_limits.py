@@ -96,7 +96,7 @@ def test_strangers_who_say_nothing_make_room_for_those_who_ask() -> None:
         assert torch.equal(got.state["w"], STATE["w"])
 
 
-@pytest.mark.parametrize("server", [an_endpoint, a_seed])
+@pytest.mark.parametrize("server", [an_endpoint, pytest.param(a_seed, marks=pytest.mark.slow)])
 def test_a_body_that_trickles_is_cut(server: object, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torchrelay.sources.connection.STALL_SECONDS", 1.0, raising=False)
     with server() as url, connect(url) as line:  # type: ignore[operator]

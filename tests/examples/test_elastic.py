@@ -65,10 +65,8 @@ def under_torchrun(folder: Path, *words: str) -> Done:
 
 
 @pytest.mark.timeout(2 * SECONDS + 20)
-@pytest.mark.parametrize(
-    "launched",
-    [under_agent, pytest.param(under_torchrun, marks=pytest.mark.slow)],  # with interpreters
-)
+@pytest.mark.slow  # the tests of examples/fsdp kill workers every day
+@pytest.mark.parametrize("launched", [under_agent, under_torchrun])
 def test_a_worker_is_killed_and_the_losses_are_those_of_an_undisturbed_run(
     launched: Callable[..., Done], tmp_path: Path
 ) -> None:

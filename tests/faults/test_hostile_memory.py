@@ -294,7 +294,9 @@ def gone_astray(rank: int, group: Any, name: str) -> Any:
     return out, attempt(lambda: relay.send(weights(2), 2, step=2))
 
 
-@pytest.mark.parametrize("name", ["from itself", "from nobody", "to nobody"])
+@pytest.mark.parametrize(
+    "name", [pytest.param("from itself", marks=pytest.mark.slow), "from nobody", "to nobody"]
+)
 def test_a_chain_that_cannot_be_leaves_old_or_new_weights_in_time(pool4: Any, name: str) -> None:
     (ours, after), _, (theirs, again), _ = pool4.run(gone_astray, name, fresh_group=True)
     assert theirs.weights == (OLD if theirs.error else NEW), theirs

@@ -198,6 +198,7 @@ def receive_in_ranks() -> None:
     run_ranks(receive_views, 2, timeout=80)
 
 
+@pytest.mark.slow
 def test_views_that_are_received_alone(environment: dict[str, str]) -> None:
     passes(environment, receive_in_ranks)
 

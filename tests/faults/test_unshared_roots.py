@@ -38,7 +38,7 @@ def save_apart(rank: int, group: Any, root: str, replicated: bool) -> list[str]:
     return found
 
 
-@pytest.mark.parametrize("replicated", [True, False])
+@pytest.mark.parametrize("replicated", [pytest.param(True, marks=pytest.mark.slow), False])
 def test_a_save_to_roots_that_are_not_shared_says_so(
     pool2: RankPool, tmp_path: Path, replicated: bool
 ) -> None:

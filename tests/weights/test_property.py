@@ -11,7 +11,7 @@ from tests.support.rounds import rounds
 from tests.weights.random_jobs import TIMEOUT, Follower, make_groups, random_job, serve, trained
 
 SEEDS = 96  # all of them in `make test-slow`
-AT_ONCE = 8
+AT_ONCE = 4
 
 
 def follow(rank: int, group: Any, seed: int) -> int:
@@ -57,7 +57,7 @@ def follow(rank: int, group: Any, seed: int) -> int:
     return exact
 
 
-@pytest.mark.parametrize("first", range(0, rounds(SEEDS, 12), AT_ONCE))
+@pytest.mark.parametrize("first", range(0, rounds(SEEDS, 24), AT_ONCE))
 def test_random_workers_have_exactly_what_was_published(pool4: Any, first: int) -> None:
     for seed in range(first, first + AT_ONCE):
         print(f"seed {seed}: {random_job(seed)}")

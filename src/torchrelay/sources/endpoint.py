@@ -151,9 +151,12 @@ class EndpointSource:
     def wait(self, newer_than: int, deadline: Deadline) -> list[int]:
         """The same, once there is a step above `newer_than`, or when the time is over. Servers that
         cannot be reached are asked again until then."""
+        # The first look is short: it finds out whether one of several cannot be reached.
+        brief = len(self.hosts) > 1
         while True:
             begun = time.monotonic()
-            poll = SHORT_POLL if self.failed else POLL_SECONDS
+            poll = SHORT_POLL if self.failed or brief else POLL_SECONDS
+            brief = False
             wait = min(max(deadline.early() - _MARGIN, _MARGIN), poll)
             self.failed.clear()
             found: list[int] = []
