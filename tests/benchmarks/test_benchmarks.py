@@ -200,6 +200,7 @@ def test_a_bar_is_judged_by_medians() -> None:
     ]
 
 
+@pytest.mark.slow
 def test_gpu_checkpoint_benchmark_runs_on_the_cpu(tmp_path: Path) -> None:
     pytest.importorskip("safetensors")
     found = measured(tmp_path / "gpu.json", "benchmarks.gpu.checkpoint", "--device", "cpu")

@@ -51,7 +51,7 @@ def _group(store: Any, rank: int, world_size: int) -> Any:
     return group
 
 
-@pytest.mark.parametrize("in_place", [False, True])
+@pytest.mark.parametrize("in_place", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_multi_recovery(torchft_tests: Any, in_place: bool) -> None:
     from torchrelay.integrations.torchft import RelayTransport
 

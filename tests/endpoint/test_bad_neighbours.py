@@ -99,7 +99,9 @@ def drips(line: socket.socket, head: str) -> None:
         time.sleep(0.1)
 
 
-@pytest.mark.parametrize("how", [denies, drips], ids=["denies", "drips"])
+@pytest.mark.parametrize(
+    "how", [denies, pytest.param(drips, marks=pytest.mark.slow)], ids=["denies", "drips"]
+)
 def test_seeds_that_claim_every_chunk_hold_up_no_puller(
     endpoint: Endpoint, how: Callable[[socket.socket, str], None]
 ) -> None:

@@ -116,6 +116,7 @@ def test_eight_lines() -> None:
 
 @pytest.mark.timeout(2 * SECONDS + 20)
 @pytest.mark.parametrize("launched", LAUNCHERS)
+@pytest.mark.slow
 def test_a_killed_worker_comes_back_from_the_keeper(
     launched: Callable[..., Done], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -592,6 +592,7 @@ def test_a_forged_record_is_refused(place: Place, name: str) -> None:
     assert time.monotonic() - begun < 10
 
 
+@pytest.mark.slow
 def test_records_with_forged_columns_are_refused(place: Place) -> None:
     path = place.step(2) / "manifest.json"
     whole = path.read_bytes()

@@ -56,6 +56,7 @@ ckpt.save_async(2, {"w": torch.ones(9)})
 """
 
 
+@pytest.mark.slow
 def test_old_steps_in_a_bucket_are_removed_at_the_end_of_a_program(
     s3: S3,
 ) -> None:

@@ -295,7 +295,11 @@ def gone_astray(rank: int, group: Any, name: str) -> Any:
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param("from itself", marks=pytest.mark.slow), "from nobody", "to nobody"]
+    "name",
+    [
+        *(pytest.param(f"from {who}", marks=pytest.mark.slow) for who in ("itself", "nobody")),
+        "to nobody",
+    ],
 )
 def test_a_chain_that_cannot_be_leaves_old_or_new_weights_in_time(pool4: Any, name: str) -> None:
     (ours, after), _, (theirs, again), _ = pool4.run(gone_astray, name, fresh_group=True)

@@ -300,6 +300,7 @@ def check_stopped(scenes: list[Stop]) -> None:
         assert got_again.weights >= 2000, (scene, got_again)
 
 
+@pytest.mark.slow
 def test_stopped_and_continued():
     """Some of `test_stopped_at_every_phase`, which takes long: those that differ most by way."""
     check_stopped(

@@ -186,7 +186,13 @@ def test_a_receiver_that_is_slow_after_its_last_chunk_is_waited_for(pool4):
     assert [out.weights for out in theirs] == [1, 1, 1]
 
 
-@pytest.mark.parametrize(("way", "where"), [("tcp", "data"), ("tcp", "middle"), ("ring", "middle")])
+@pytest.mark.parametrize(
+    ("way", "where"),
+    [
+        ("tcp", "data"),
+        *(pytest.param(way, "middle", marks=pytest.mark.slow) for way in ("tcp", "ring")),
+    ],
+)
 def test_a_receiver_that_stands_still_keeps_no_other(pool4, way, where):
     """Also the one behind it in a chain gets its chunks."""
     ours, one, two, three = pool4.run(by, way, slow_landing, where, fresh_group=True)

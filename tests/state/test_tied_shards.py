@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
@@ -114,6 +115,7 @@ def served(rank: int, group: Any, rows: int) -> list[Any]:
     return [tied, nbytes, holds(into, rows, 1)]
 
 
+@pytest.mark.slow
 def test_they_are_pulled_once(pool2: RankPool, pool4: RankPool) -> None:
     for rows in (8, SMALL):
         nbytes = sum(4 * parameter.numel() for parameter in Tied(rows).parameters())
