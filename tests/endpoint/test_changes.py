@@ -31,6 +31,7 @@ class Published:
 
     def __init__(self, limit: int) -> None:
         self.history = c.ChangeHistory(limit)
+        self.history.ask()
         self.slots = [np.zeros(START + NBYTES, np.uint8) for _ in range(2)]
         self.newest: tuple[int, str] | None = None
         self.contents: dict[str, NDArray[np.uint8]] = {}
@@ -165,10 +166,7 @@ def test_memory_is_not_given_away_while_it_is_compared(monkeypatch: pytest.Monke
     assert asked[0].count == np.count_nonzero(published.differing("a", "b"))
 
 
-@pytest.mark.parametrize("asked", [True, False])
-def test_a_comparison_that_takes_too_long_is_given_up(
-    monkeypatch: pytest.MonkeyPatch, asked: bool
-) -> None:
+def test_a_comparison_that_takes_too_long_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
     compare = c.changed
     reached, may_go = threading.Event(), threading.Event()
 
@@ -178,13 +176,11 @@ def test_a_comparison_that_takes_too_long_is_given_up(
         return compare(*args)
 
     published, drift = Published(4), drifting(6)
-    if asked:
-        published.history.between("nothing", "a", "model")
     published.add("a", next(drift))
     monkeypatch.setattr(c, "changed", slow)
     published.add("b", next(drift))
     assert reached.wait(30)
-    settled = threading.Thread(target=lambda: published.history.settle(0.01 if asked else 30))
+    settled = threading.Thread(target=lambda: published.history.settle(0.01))
     settled.start()
     settled.join(0.1)  # it has given up, and waits for the piece that is compared
     assert settled.is_alive()
@@ -194,6 +190,18 @@ def test_a_comparison_that_takes_too_long_is_given_up(
     assert published.history.between("a", "b", "model") is None
     published.add("c", next(drift))
     assert published.history.between("b", "c", "model") is not None
+
+
+def test_nothing_is_compared_until_somebody_reads_parts() -> None:
+    published, drift = Published(4), drifting(8)
+    published.history._asked = None
+    published.add("a", next(drift))
+    published.add("b", next(drift))
+    assert published.history.facts()["steps"] == []
+    published.history.ask()
+    published.add("c", next(drift))
+    assert published.history.between("b", "c", "model") is not None
+    assert published.history.between("a", "c", "model") is None
 
 
 def show(endpoint: Endpoint, state: object, step: int) -> list[dict[str, Any]]:
@@ -213,8 +221,15 @@ def counts(found: list[dict[str, Any]]) -> list[tuple[int, int]]:
 
 
 def test_an_endpoint_counts_changed_elements() -> None:
-    state = {"w": torch.zeros(64, 64, dtype=torch.bfloat16), "n": torch.arange(10), "at": 1}
+    state: dict[str, Any] = {
+        "w": torch.zeros(64, 64, dtype=torch.bfloat16),
+        "n": torch.arange(10),
+        "at": 1,
+    }
+    into = {"w": torch.zeros_like(state["w"]), "n": torch.zeros(10, dtype=torch.int64), "at": 0}
     with tr.serve(state, step=1, encoding=Encoding(history=3), timeout=60) as endpoint:
+        with tr.subscribe(endpoint.url, into=into, same_host=False, timeout=60) as subscription:
+            subscription.update()
         for step, count in ((2, 5), (3, 7), (4, 0), (5, 11)):
             state["w"].view(-1)[:count] += 1
             found = show(endpoint, state, step)

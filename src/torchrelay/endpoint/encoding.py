@@ -21,9 +21,9 @@ class Encoding:
 
     - `dtype`: floating tensors are published in this dtype, with the bits of `tensor.to(dtype)`.
       All else is published as it is.
-    - `history`: for how many steps the server remembers which elements changed. A subscriber that
-      has one of them receives changed elements alone; any other receives everything. Each step
-      takes a bit of host memory for each element. 0 turns it off.
+    - `history`: for how many steps the server remembers which elements changed, once a subscriber
+      reads over a network. One that has such a step receives changed elements alone; any other
+      receives everything. Each step takes a bit of host memory for each element. 0 turns it off.
     - `float8_block`: floating tensors of two or more dimensions are published as float8 (e4m3) with
       a scale for each block of this many elements (`torchrelay.endpoint.float8`). Not with
       `dtype`.

@@ -160,7 +160,7 @@ class ChangedElements:
 
     @classmethod
     def joined(cls, several: Sequence[ChangedElements]) -> ChangedElements:
-        """Those of several runs, one after the other."""
+        """Join the changes of several runs, one after the other."""
         if len(several) == 1:
             return several[0]
         elements = sum(one.elements for one in several)
@@ -195,7 +195,7 @@ def gather(bits: Bits, first: int, each: int, step: int = 0, count: int = 1) -> 
 
 
 def _from(bits: Bits, first: int, count: int) -> ChangedElements:
-    """Those of elements that follow each other."""
+    """Take the bits of elements that follow each other."""
     if first % 8:
         return ChangedElements.of(_unpacked(bits, first, count))
     found = bits[first // 8 : -(-(first + count) // 8)]

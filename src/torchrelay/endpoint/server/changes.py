@@ -1,9 +1,9 @@
 """Which elements of a server's volumes changed from one published step to the next.
 
-When a step is staged, a thread compares it with the newest one, while digests are made and after.
-It runs at a low priority, and readers do not wait for it to see the step. Memory that is compared
-is not written to: where somebody asks for changes, the next step waits until they are found, and
-otherwise the comparison is given up.
+When a step is staged, a thread compares it with the newest one, while digests are made and after,
+if somebody has read parts of steps lately. It runs at a low priority, and readers do not wait for
+it to see the step. Memory that is compared is not written to: the next step waits a while until the
+changes are found, and then the comparison is given up.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from torchrelay.parts.fields import Field
 
 READY_SECONDS = 10.0  # that a reader waits for a comparison, and
 SETTLE_SECONDS = 2.0  # a publisher: far less than it waits for the server to answer
-ASKED_SECONDS = 600.0  # for which somebody is taken to ask again
+ASKED_SECONDS = 3600.0  # for which somebody is taken to ask again
 NICENESS = 5  # of the thread that compares
 REUSED_BYTES = 4 << 20  # blocks of memory that are kept for the next chunk that is encoded
 PIECE_BYTES = 16 << 20  # compared at once; a multiple of what eight elements have
@@ -189,7 +189,7 @@ class ChangeHistory:
         found = request.found
         if base is not None and found is not None and found.base == base[1]:
             self._under_way = request.slot, StepComparison(base[1], new, new, found)
-        elif base is not None and old is not None:
+        elif base is not None and old is not None and self._is_asked:
             self._under_way = request.slot, StepComparison(base[1], old, new)
 
     def show(self, slot: int, step: int, snapshot: str) -> None:
@@ -217,15 +217,19 @@ class ChangeHistory:
 
     # Called by threads that answer requests.
 
-    def between(self, base: str, snapshot: str, volume: str) -> VolumeBitmap | None:
-        """The elements of a volume that changed from one snapshot to a later one; None where that
-        is not known: the base is too old or unknown, or the layout of the volume has changed. Waits
-        for a comparison that is under way."""
+    def ask(self) -> None:
+        """Somebody reads parts of a step, and may ask for the changes of the next ones."""
         if self._asked is None:
             # Chunks are encoded in blocks of some 100 KB to 2 MB. Fresh memory for each of them
             # takes as long as all of the rest.
             return_freed_memory(REUSED_BYTES)
         self._asked = time.monotonic()
+
+    def between(self, base: str, snapshot: str, volume: str) -> VolumeBitmap | None:
+        """The elements of a volume that changed from one snapshot to a later one; None where that
+        is not known: the base is too old or unknown, or the layout of the volume has changed. Waits
+        for a comparison that is under way."""
+        self.ask()
         with self._lock:
             known = list(self._known)
         made: dict[str, StepComparison] = {}

@@ -28,6 +28,8 @@ class WantedParts:
     def opened(self) -> Iterator[WantedPart]:
         """The volumes one after the other. The snapshot is being read meanwhile, so that its memory
         is not taken back."""
+        if self._changes is not None:
+            self._changes.ask()
         for name, (runs, base) in self._runs.items():
             found = self._snapshot.place(name)
             if found is None:
