@@ -118,7 +118,12 @@ def test_a_destination_of_the_old_dtype_is_refused_and_unchanged() -> None:
 
 def test_later_steps_are_cast_too_and_changes_are_those_of_the_cast() -> None:
     weight = random(1000)
-    with tr.serve({"w": weight}, step=1, encoding=Encoding(dtype=torch.bfloat16)) as endpoint:
+    into = {"w": torch.zeros(1000, dtype=torch.bfloat16)}
+    with (
+        tr.serve({"w": weight}, step=1, encoding=Encoding(dtype=torch.bfloat16)) as endpoint,
+        tr.subscribe(endpoint.url, into=into, same_host=False, timeout=60) as subscription,
+    ):
+        subscription.update()
         before = weight.bfloat16()
         weight *= 1 + 1e-4  # most elements stay the same when they are rounded
         endpoint.publish({"w": weight}, step=2).result(60)
@@ -126,10 +131,11 @@ def test_later_steps_are_cast_too_and_changes_are_those_of_the_cast() -> None:
         assert same_bits(found, weight.bfloat16())
         differing = int((before != weight.bfloat16()).sum())
         assert 0 < differing < 200
-        weight += 1
-        endpoint.publish({"w": weight}, step=3).result(60)
-        steps = endpoint.status()["changes"]["steps"]
-        assert steps[0]["elements"] < 1000 + 200  # elements of two bytes
+        subscription.update(at_least=2)  # waits until the changes have been found
+        assert same_bits(into["w"], weight.bfloat16())
+        [changes] = endpoint.status()["changes"]["steps"]
+        assert changes["changed"] == differing
+        assert changes["elements"] < 1000 + 200  # elements of two bytes
         record = endpoint.status()["steps"][-1]
         assert record["bytes"] < 2 * 1000 + 400
 
