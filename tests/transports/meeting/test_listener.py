@@ -74,7 +74,6 @@ def door(here: Listener) -> Iterator[Door]:
     made = Door()
     here.add(made.id, made)
     yield made
-    here.remove(made.id)
     made.close()
 
 
