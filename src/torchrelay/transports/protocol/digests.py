@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 
+from torchrelay.memory.pool import cores
 from torchrelay.transports.routes.outgoing import Outgoing
-from torchrelay.transports.streams.workers import Workers, hashers
+from torchrelay.transports.streams.workers import Workers
 from torchrelay.transports.wire.messages import Digests, Want, from_ranges
 
 MOST_ANSWERS = 1024  # messages, to a receiver that asks once
@@ -17,7 +18,8 @@ class AskedDigests:
 
     def __init__(self, report: Callable[[object], None]) -> None:
         self._report = report
-        self._workers = Workers(hashers())
+        # Where cores are few, receivers that read need them.
+        self._workers = Workers(max(1, min(4, cores() // 4)))
         self._asked: dict[int, tuple[Outgoing, set[int]]] = {}  # by rank, all that it asked for
 
     def begin(self, outgoing: Outgoing) -> None:

@@ -187,7 +187,7 @@ class GroupFetch(ReadingFetch):
                 self._talk.inbox.put(ReadDone(size))
         except Exception as fault:
             self._use.given_up = True
-            self._talk.inbox.put(ReadDone(fault=self._talk.lost(str(fault))))
+            self._talk.inbox.put(self._talk.lost(str(fault)))
 
     def close(self) -> None:
         with self._landing_lock:

@@ -116,17 +116,14 @@ class MemoryService(r.RouteService):
         if self._ring is not None:
             raise r.RouteFault("asked for a second ring")
         try:
-            rings = self._outgoing.resources.of(SharedRings)
-            self._ring = RingFiller(self._outgoing.snapshot, rings, self._filled)
+            rings, report = self._outgoing.resources.of(SharedRings), self._receiver.report
+            self._ring = RingFiller(self._outgoing.snapshot, rings, self._say, report)
         except MemoryError as fault:
             raise r.RouteFault(f"no memory for a ring: {fault}") from fault
-        self._receiver.send(m.RouteNote(m.write(self._ring.record)))
+        self._say(self._ring.record)
 
-    def _filled(self, fill: Fill, fault: Exception | None) -> None:
-        if fault is None:
-            self._receiver.send(m.RouteNote(m.write(fill)))
-        else:
-            self._receiver.report(fault)  # the state cannot be read
+    def _say(self, record: Ring | Fill) -> None:
+        self._receiver.send(m.RouteNote(m.write(record)))
 
     def close(self) -> None:
         ring, self._ring = self._ring, None
@@ -351,7 +348,7 @@ class MemoryFetch(ReadingFetch):
     def _take_slot(self, filled: Fill) -> ReadDone:
         assert self._ring is not None
         size = self._chunks.sizes[filled.chunk]
-        self._land(filled.chunk, self._ring.slot(filled.slot, size))
+        self._land(filled.chunk, self._ring.record.slot(self._ring.tensor, filled.slot, size))
         return ReadDone(size, then=partial(self._ask, [filled.slot]))
 
 

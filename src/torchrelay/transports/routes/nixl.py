@@ -228,9 +228,6 @@ class NixlFetch(ReadingFetch):
             raise self._lost(fault) from fault
         super().run(go, landing, patience)
 
-    def _begin(self) -> None:
-        self._read_again(list(range(len(self._chunks))))
-
     def _read_again(self, chunks: list[int]) -> None:
         for chunk in chunks:
             self._submit(partial(self._read_chunk, chunk))

@@ -96,7 +96,7 @@ class Outgoing:
 
     @property
     def hashes(self) -> bool:
-        """Whether digests are made while chunks leave. Those of cells are not."""
+        """Whether digests are made while chunks leave. Digests of cells are made before."""
         return self.verify is not False and not self.cells
 
     @contextmanager

@@ -27,8 +27,7 @@ from torchrelay.transports.wire.messages import Digests, Message, RouteNote, Wan
 class ReadDone:
     """A job of a reading route is over. `then` is called in the thread of the transfer."""
 
-    nbytes: int = 0
-    fault: Exception | None = None
+    nbytes: int
     then: Callable[[], None] | None = None
 
 
@@ -62,10 +61,10 @@ class ReadingFetch(RouteFetch):
 
     def _begin(self) -> None:
         """Start to read everything."""
-        raise NotImplementedError
+        self._read_again(list(range(len(self._chunks))))
 
     def _read_again(self, chunks: list[int]) -> None:
-        """Start to read chunks again that did not match."""
+        """Start to read chunks, which did not match before."""
         raise NotImplementedError
 
     def _hear(self, data: bytes) -> None:
@@ -123,7 +122,7 @@ class ReadingFetch(RouteFetch):
             try:
                 self._talk.inbox.put(job())
             except Exception as fault:
-                self._talk.inbox.put(ReadDone(fault=fault))
+                self._talk.inbox.put(fault)
 
         self._outstanding += not counted
         self._workers.submit(run)
@@ -132,9 +131,9 @@ class ReadingFetch(RouteFetch):
         """Returns when everything that was asked for is here."""
         while self._outstanding or self._untold:
             event = self._talk.next("data")
+            if isinstance(event, Exception):
+                raise self._lost(event)
             if isinstance(event, ReadDone):
-                if event.fault is not None:
-                    raise self._lost(event.fault)
                 self._outstanding -= 1
                 self.messages += 1
                 self._count(event.nbytes)

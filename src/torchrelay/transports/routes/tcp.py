@@ -29,7 +29,6 @@ from torchrelay.transports.streams.chunk_receiver import (
     ChunkDamaged,
     ChunkReceiver,
     FeedLost,
-    FetchFailed,
 )
 from torchrelay.transports.streams.chunk_sender import MAX_CONNECTIONS, ChunkSender, FeedBroken
 from torchrelay.transports.streams.sockets import DataSocket
@@ -203,8 +202,8 @@ class TcpFetch(r.RouteFetch):
             self.wire_bytes += self._landing.chunks.sizes[event.index]
             self._progress.retry(event.index)
             self._ask([event.index])
-        elif isinstance(event, FetchFailed):
-            raise event.fault
+        elif isinstance(event, Exception):
+            raise event
         elif isinstance(event, FeedLost):
             self._feed_lost(event)
         elif isinstance(event, FeedBroken):

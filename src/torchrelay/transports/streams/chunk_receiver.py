@@ -50,13 +50,6 @@ class FeedLost:
     reason: str
 
 
-@dataclass(frozen=True)
-class FetchFailed:
-    """This process cannot take a chunk."""
-
-    fault: Exception
-
-
 Connect = Callable[[Callable[[], bool]], DataSocket]  # unless the transfer is over
 
 
@@ -128,7 +121,7 @@ class ChunkArrivals:
 
 
 class ChunkReceiver:
-    """Takes chunks from one process. Reports `ChunkArrived`, `ChunkDamaged` and `FeedLost`."""
+    """Takes chunks from one process. Reports `ChunkArrived`, `ChunkDamaged`, `FeedLost`, faults."""
 
     def __init__(self, arrivals: ChunkArrivals, report: Callable[[object], None]) -> None:
         self._arrivals, self._report = arrivals, report
@@ -178,7 +171,7 @@ class ChunkReceiver:
             try:
                 arrived = self._landed(index, data, buffer, made, sent)
             except Exception as fault:
-                self._report(FetchFailed(fault))
+                self._report(fault)  # this process cannot take a chunk
                 raise
         finally:
             arrivals.release(index, arrived=arrived)
