@@ -10,7 +10,7 @@ import numpy as np
 from torchrelay.errors import ManifestError
 from torchrelay.geometry.boxes import Numbers
 from torchrelay.record.kinds import KindTable
-from torchrelay.record.schema import ImageKind, Record, column_of
+from torchrelay.record.schema import ImageKind, Record, column_of, runs
 
 _none: Numbers = np.zeros(0, np.int64)
 
@@ -52,7 +52,7 @@ def with_boxes(outlined: Record, names: Sequence[str], parts: Sequence[Record]) 
             made[key] = wholes.image(kind), places
         whole, places = made[key]
         kinds.append(whole)
-        boxes.append(_runs(begins[rows], counts[rows])[places])
+        boxes.append(runs(begins[rows], counts[rows])[places])
     found = np.concatenate(boxes)
     return msgspec.structs.replace(
         outlined,
@@ -75,15 +75,6 @@ def _images(part: Record, known: dict[str, int]) -> Numbers:
         path = names[found.index(None)]
         raise ManifestError("a tensor that was written is in no rank's state", path=path)
     return np.array(found, np.int64)
-
-
-def _runs(begins: Numbers, counts: Numbers) -> Numbers:
-    """The numbers of the boxes in some runs of them."""
-    if (counts == 1).all():
-        return begins
-    before = np.cumsum(counts) - counts
-    found: Numbers = np.arange(counts.sum()) + np.repeat(begins - before, counts)
-    return found
 
 
 def _together(

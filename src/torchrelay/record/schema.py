@@ -310,12 +310,8 @@ class Record(_MapRecord, frozen=True, kw_only=True):
         if not self.images:
             return np.zeros(0, np.int64)
         nbytes = np.concatenate([kind.nbytes for kind in self.image_kinds])
-        if (self.box_counts == 1).all():
-            return nbytes[self.image_kind]
         begins = np.cumsum(self.box_counts) - self.box_counts
-        shift = begins[self.image_kind] - self.first_boxes[:-1]
-        box = np.arange(self.boxes) + np.repeat(shift, self.box_counts[self.image_kind])
-        found: Numbers = nbytes[box]
+        found: Numbers = nbytes[runs(begins[self.image_kind], self.box_counts[self.image_kind])]
         return found
 
     @cached_property
@@ -373,6 +369,15 @@ def shape_numbers(kinds: Sequence[LeafKind | ImageKind], known: dict[bytes, int]
     that were met, by their encoding: a peer's numbers may hash alike."""
     spelled = (_encode((itemsize(kind.dtype), kind.shape)) for kind in kinds)
     return np.array([known.setdefault(one, len(known)) for one in spelled], np.int64)
+
+
+def runs(begins: Numbers, counts: Numbers) -> Numbers:
+    """The numbers in runs of them, one run after the other."""
+    if (counts == 1).all():
+        return begins
+    before = np.cumsum(counts) - counts
+    found: Numbers = np.arange(counts.sum()) + np.repeat(begins - before, counts)
+    return found
 
 
 def zeros_or(column: Column, count: int) -> Numbers:

@@ -39,6 +39,7 @@ from torchrelay.dropin._pickles.unpickler import (
 )
 from torchrelay.dropin._torch_records import _ShardedTensorMeta, _StateDictMeta, _TensorMeta
 from torchrelay.errors import RemoteProtocolError
+from torchrelay.geometry.strides import extent
 
 _MAX_BYTES = 1 << 50
 _MOST_ODD_KEYS = 1024  # that may collide in one dict: each is compared with all before it
@@ -239,8 +240,7 @@ def _tensor(value: object) -> _TensorMeta:
     offset = count(f["storage_offset"])
     if len(shape) != len(stride) or math.prod(shape) >= 1 << 62:
         refuse("a tensor has a malformed shape")
-    if 0 not in shape:
-        reach = offset + 1 + sum((n - 1) * step for n, step in zip(shape, stride, strict=True))
-        if reach * kind.itemsize > nbytes * _PER_BYTE.get(kind, 1):
-            refuse(f"a tensor reaches past its {nbytes} bytes")
+    reach = offset + extent(shape, stride)
+    if 0 not in shape and reach * kind.itemsize > nbytes * _PER_BYTE.get(kind, 1):
+        refuse(f"a tensor reaches past its {nbytes} bytes")
     return _TensorMeta(shape, kind, offset, stride, nbytes)
