@@ -164,7 +164,7 @@ def test_sizes_that_are_nothing_or_too_much() -> None:
 
 
 def test_several_threads() -> None:
-    pool = Pool(40 * BIG, threads=2)
+    pool = Pool(40 * BIG)
     faults: list[str] = []
 
     def work(seed: int) -> None:

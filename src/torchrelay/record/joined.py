@@ -29,7 +29,7 @@ def with_boxes(outlined: Record, names: Sequence[str], parts: Sequence[Record]) 
     for part in parts:
         of_images.append(_images(part, known))
         numbers = np.array([pieces.image(kind) for kind in part.image_kinds], np.int64)
-        of_pieces.append(numbers[part.image_kind] if part.images else _none)
+        of_pieces.append(numbers[part.image_kind])
         volumes.append(part.box_volumes + first)
         starts.append(part.box_starts)
         first += len(part.volumes)

@@ -58,8 +58,6 @@ class LeafRows(Sequence[m.Leaf]):
     def is_image(self) -> Marks:
         """Whether each row is all of its image; else it is a view of one of bytes."""
         shapes, image_shapes = self.record.shapes
-        if not len(self.kinds):
-            return np.zeros(0, bool)
         strided = np.array(
             [kind.strides is not None and kind.sharding < 0 for kind in self.record.kinds], bool
         )
@@ -70,8 +68,7 @@ class LeafRows(Sequence[m.Leaf]):
     @cached_property
     def is_sharded(self) -> Marks:
         """Whether each row is a distributed tensor."""
-        marks = np.array([kind.sharding >= 0 for kind in self.record.kinds], bool)
-        return marks[self.kinds] if len(marks) else np.zeros(0, bool)
+        return np.array([kind.sharding >= 0 for kind in self.record.kinds], bool)[self.kinds]
 
     def __getitem__(self, index: Any) -> Any:
         if isinstance(index, slice):

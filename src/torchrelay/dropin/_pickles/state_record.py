@@ -63,7 +63,7 @@ _FACTORIES: dict[str, type] = {
     **{f"builtins.{t.__name__}": t for t in (bool, int, float, complex, str, bytes, set)},
 }
 
-# Every name a pickle may hold. The strings are only compared; nothing is looked up by them.
+# Every name a pickle may hold, but for namedtuples.
 _NAMES = frozenset(
     [
         *(_RECORDS + n for n in ("_StateDictMeta", "_TensorMeta")),
@@ -84,19 +84,11 @@ def loads(data: bytes, limit: int = 1 << 30) -> _StateDictMeta:
     try:
         if len(data) > limit:
             refuse(f"its record of {len(data)} bytes is over the limit of {limit}")
-        return _Builder(WorkLimit(len(data))).state(unpickled(data, _find))
+        return _Builder(WorkLimit(len(data))).state(unpickled(data, _NAMES, _loaded_namedtuple))
     except PickleRefusedError as fault:
         raise RemoteProtocolError(f"a torch PGTransport peer was refused: {fault}") from fault
     except Exception as fault:  # every way in which hostile bytes can fail has this one meaning
         raise RemoteProtocolError(f"torch's state record is malformed: {fault!r:.200}") from fault
-
-
-def _find(module: str, name: str) -> Global | None:
-    full = f"{module}.{name}"
-    if full in _NAMES:
-        return Global(full)
-    found = _loaded_namedtuple(module, name)
-    return None if found is None else Global(full, found)
 
 
 def _loaded_namedtuple(module: str, name: str) -> type | None:

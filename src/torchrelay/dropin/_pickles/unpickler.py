@@ -66,17 +66,20 @@ class WorkLimit:
 
 
 class _Unpickler(pickle._Unpickler):
-    find: Callable[[str, str], Global | None]
+    names: frozenset[str]
+    other: Callable[[str, str], type | None]
     # Of the base class:
     stack: list[Any]
     append: Callable[[object], None]
     read: Callable[[int], bytes]
 
     def find_class(self, module: str, name: str) -> Global:
-        found = self.find(module, name)
-        if found is None:
-            refuse(f"{f'{module}.{name}'!r:.200} is not in the closed list of names")
-        return found
+        full = f"{module}.{name}"
+        if full in self.names:
+            return Global(full)
+        if (kind := self.other(module, name)) is None:
+            refuse(f"{full!r:.200} is not in the closed list of names")
+        return Global(full, kind)
 
     def call(self) -> None:
         args, what = self.stack.pop(), self.stack.pop()
@@ -125,14 +128,19 @@ class _WholeReads(io.BytesIO):
         return data
 
 
-def unpickled(data: bytes, find: Callable[[str, str], Global | None]) -> Any:
-    """The value that `data` pickles, inert. `find` gives the globals that a pickle may name.
+def unpickled(
+    data: bytes,
+    names: frozenset[str],
+    other: Callable[[str, str], type | None] = lambda module, name: None,
+) -> Any:
+    """The value that `data` pickles, inert. It may name what is in `names`, where strings are only
+    compared and nothing is looked up by them, and types that `other` finds.
 
     `PickleRefusedError` says why it was refused; other exceptions mean that it is malformed.
     """
     file = _WholeReads(data)
     reader = _Unpickler(file)
-    reader.find = find
+    reader.names, reader.other = names, other
     try:
         value = reader.load()
     except EOFError:

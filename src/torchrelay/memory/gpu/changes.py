@@ -59,12 +59,6 @@ class Changes(NamedTuple):
 
     bits: torch.Tensor
     places: list[int]
-    fields: list[Field]
-
-    def of(self, index: int) -> torch.Tensor:
-        """The bits of one field."""
-        start, stop, size = self.fields[index]
-        return self.bits[self.places[index] :][: -(-(stop - start) // size // 8)]
 
     def total(self) -> int:
         """How many elements differ."""
@@ -100,7 +94,7 @@ def find(before: int, after: int, fields: Sequence[Field], device: int, tables: 
                 grid = min(loaded.processors * BLOCKS_PER_PROCESSOR, len(table))
                 there = tables.of(table, device)
                 launch(loaded.find[size], grid, _THREADS, [there.data_ptr(), len(table)])
-    return Changes(bits, places, list(fields))
+    return Changes(bits, places)
 
 
 def _tiles(
