@@ -71,14 +71,12 @@ class LeafRows(Sequence[m.Leaf]):
         return np.array([kind.sharding >= 0 for kind in self.record.kinds], bool)[self.kinds]
 
     def __getitem__(self, index: Any) -> Any:
-        if isinstance(index, slice):
-            return [self[n] for n in range(*index.indices(len(self)))]
-        if not -len(self) <= index < len(self):
-            raise IndexError(index)
-        index %= len(self)
-        if index in self.others:
-            return self.others[index]
-        return self.row(int(np.searchsorted(self.leaves, index)))
+        found = range(len(self))[index]
+        if isinstance(found, range):
+            return [self[n] for n in found]
+        if found in self.others:
+            return self.others[found]
+        return self.row(int(np.searchsorted(self.leaves, found)))
 
     def __iter__(self) -> Iterator[m.Leaf]:
         found: list[Any] = [None] * len(self)

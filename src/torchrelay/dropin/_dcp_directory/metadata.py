@@ -11,21 +11,19 @@ from typing import Any, NamedTuple
 
 import torch
 
-from torchrelay.dropin._pickles.fields import (
+from torchrelay.dropin._pickles.unpickler import (
     DTYPES,
     MAX_DEPTH,
     MAX_NUMBER,
-    count,
-    fields,
-    properties,
-    size,
-    typed,
-)
-from torchrelay.dropin._pickles.unpickler import (
     PickledCall,
     PickledDict,
     PickleRefusedError,
+    count,
+    fields,
+    properties,
     refuse,
+    size,
+    typed,
     unpickled,
 )
 from torchrelay.errors import ManifestError, RelayError, UnsupportedLeafError

@@ -9,17 +9,19 @@ from typing import Any
 
 import numpy as np
 
-from torchrelay.dropin._pickles.fields import (
+from torchrelay.dropin._pickles.unpickler import (
     DTYPES,
     MAX_DIMS,
+    Global,
+    PickledCall,
     count,
     counts,
     device,
     made,
+    refuse,
     size,
     typed,
 )
-from torchrelay.dropin._pickles.unpickler import Global, PickledCall, refuse
 
 _AS_THEY_ARE = (type(None), bool, int, float, str, bytes, bytearray)
 _MODULES = ("numpy._core.multiarray.", "numpy.core.multiarray.")  # since numpy 2, and before

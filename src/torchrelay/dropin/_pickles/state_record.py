@@ -17,24 +17,22 @@ import torch
 from torch.utils._pytree import tree_flatten_with_path
 
 from torchrelay.dropin._pickles import distributed, plain_values
-from torchrelay.dropin._pickles.fields import (
+from torchrelay.dropin._pickles.plain_values import plain
+from torchrelay.dropin._pickles.unpickler import (
     DTYPES,
     MAX_DEPTH,
     MAX_DIMS,
-    count,
-    counts,
-    dtype,
-    fields,
-    size,
-    typed,
-)
-from torchrelay.dropin._pickles.plain_values import plain
-from torchrelay.dropin._pickles.unpickler import (
     Global,
     PickledCall,
     PickleRefusedError,
     WorkLimit,
+    count,
+    counts,
+    dtype,
+    fields,
     refuse,
+    size,
+    typed,
     unpickled,
 )
 from torchrelay.dropin._torch_records import _ShardedTensorMeta, _StateDictMeta, _TensorMeta
