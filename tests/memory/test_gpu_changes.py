@@ -1,4 +1,4 @@
-"""Changed elements found and counted by the kernels of changes.cu, as numpy has them."""
+"""Changed elements found, packed and applied by the kernels of changes.cu, as numpy has them."""
 
 from __future__ import annotations
 
@@ -26,10 +26,6 @@ def _expected(old: torch.Tensor, new: torch.Tensor, size: int) -> np.ndarray:
     return np.packbits(differ, bitorder="little")
 
 
-def _bits(found: changes.Changes, index: int, nbytes: int) -> np.ndarray:
-    return found.bits[found.places[index] :][:nbytes].cpu().numpy()
-
-
 @no_gpu
 @pytest.mark.parametrize("size", changes.SIZES)
 @pytest.mark.parametrize("shift", [0, 1, 8, 16])
@@ -50,8 +46,15 @@ def test_changes_are_those_of_numpy(size: int, shift: int, share: float) -> None
         for index, (low, high, _) in enumerate(fields):
             part = slice(low - shift, high - shift)
             bits = _expected(old[part], new[part], size)
-            assert (_bits(found, index, len(bits)) == bits).all()
-        assert found.total() == np.unpackbits(_expected(old, new, size)).sum()
+            assert (found.of(index).cpu().numpy() == bits).all()
+            if low % size:
+                continue
+            packed = changes.pack(found.of(index), after.data_ptr() + low, size)
+            marks = np.unpackbits(bits, bitorder="little", count=(high - low) // size).view(bool)
+            values = new[part].numpy().reshape(-1, size)[marks]
+            assert (packed.values.cpu().numpy() == values.ravel()).all()
+            changes.apply(found.of(index), packed, before.data_ptr() + low, size)
+            assert torch.equal(before[low:high], after[low:high])
 
 
 @no_gpu
@@ -62,4 +65,4 @@ def test_fields_of_several_sizes_are_found_together() -> None:
     found = changes.find(before.data_ptr(), after.data_ptr(), fields, 0, Tables())
     for index, (low, high, size) in enumerate(fields):
         bits = _expected(old[low:high], new[low:high], size)
-        assert (_bits(found, index, len(bits)) == bits).all()
+        assert (found.of(index).cpu().numpy() == bits).all()
