@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
+from torchrelay.arguments import items_of
 from torchrelay.coordination.groups import check_group
 from torchrelay.deadlines import Deadline, Timeout, seconds_of
 from torchrelay.errors import UsageError
 from torchrelay.frames import emptied_frames
-from torchrelay.items import items_of
 from torchrelay.landing.checks.shards import Shards, check_choice
 from torchrelay.landing.options import LandingOptions, checked_device
 from torchrelay.memory.gpu.kernels import warm_up
