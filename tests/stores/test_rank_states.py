@@ -76,8 +76,7 @@ def save(root: Path, all_ranks: list[dict[str, Any]]) -> None:
     """What `Checkpointer.save` does on each rank, one rank after the other."""
     world = len(all_ranks)
     plans = [
-        SavePlan(SharePlanner(rank, world, None), state, None)
-        for rank, state in enumerate(all_ranks)
+        SavePlan(SharePlanner(rank, world, None), state) for rank, state in enumerate(all_ranks)
     ]
     answers = list(map(answer_of.decode, plans[0].compare([one.statement() for one in plans])))
     if isinstance(answers[0], Question):

@@ -22,8 +22,8 @@ from torchrelay.stores.opening import open_step
 from torchrelay.stores.reading.chunks import check_chunks
 from torchrelay.stores.retry import Retry
 from torchrelay.stores.seam import Store
-from torchrelay.stores.shares.space import Space
 
+HEADROOM = 1 << 20  # bytes that a save leaves free: commit record, directory
 LOOKED_AT = 2  # of the newest steps, at each save: a restart would take one of them
 
 
@@ -118,11 +118,27 @@ class Catalog:
 
     # Before a save.
 
-    def space(self) -> Space:
-        """The free space of the medium, for the planner."""
+    def check_space(self, nbytes: int) -> None:
+        """Raise `CheckpointError` if a step with that many bytes of data does not fit."""
         with self._faults("look for free space"):
             free = self.store.free_bytes()
-        return Space(free, self.url, repr(self._keep), self._keep.most())
+        need = nbytes + HEADROOM
+        if free is None or free >= need:
+            return
+        retained = self._keep.most()
+        if retained is None:
+            advice = f"keep={self._keep!r} allows steps that are never removed: free some space"
+        else:
+            advice = (
+                f"keep={self._keep!r} retains {retained}, and a save writes one more before it "
+                f"removes one, {(retained + 1) * nbytes:,} bytes in all: free some space, or "
+                "retain fewer steps"
+            )
+        raise CheckpointError(
+            f"no space: the step takes {need:,} bytes and {free:,} are free, "
+            f"{need - free:,} are missing; {advice}",
+            file=self.url,
+        )
 
     def check_order(self, step: int, *, overwrite: bool) -> None:
         """Raise `StepOrderError` for a step that a restart would not take because of a newer one.

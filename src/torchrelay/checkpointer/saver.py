@@ -32,7 +32,6 @@ from torchrelay.stores.local.root import token
 from torchrelay.stores.shares.commit_record import commit_record, decode_shares
 from torchrelay.stores.shares.planner import PlannedShare, SharePlanner
 from torchrelay.stores.shares.share import Share
-from torchrelay.stores.shares.space import Space
 from torchrelay.stores.step_draft import GRACE, StepDraft
 
 
@@ -67,8 +66,8 @@ class Saver:
         """Write a state and return when it is committed."""
         with self._ranks.measured("save", save.step) as measured:
             try:
-                space = self._begin(save)
-                planned = self._plan(save, state, space)
+                self._begin(save)
+                planned = self._plan(save, state)
                 with save.watch("write"):
                     written = self.writer.write(save, planned.share)
             except BaseException as fault:
@@ -100,10 +99,10 @@ class Saver:
         end = partial(self._complete, save, outcome, pending, owner)
         thread = threading.Thread(target=end, name="torchrelay-commit", daemon=True)
         try:
-            space = self._begin(save)
+            self._begin(save)
             self.pending = pending
             thread.start()
-            planned = self._plan(save, state, space)
+            planned = self._plan(save, state)
             with save.watch("stage"):
                 staged = self.writer.stage(save, planned)
             outcome.put((planned, staged))
@@ -165,10 +164,8 @@ class Saver:
             raise CheckpointError(text, step=step, phase="write")
         self.raise_unseen()
 
-    def _begin(self, save: Save) -> Space | None:
-        """Wait for the save before; create the draft of this one. Returns the space that it has, on
-        the coordinator."""
-        spaces: list[Space] = []
+    def _begin(self, save: Save) -> None:
+        """Wait for the save before; create the draft of this one."""
         store, deadline = self._catalog.store, save.deadline
 
         def mine() -> bytes:
@@ -176,11 +173,8 @@ class Saver:
             return b""
 
         def decide(said: list[bytes]) -> list[bytes]:
-            def look() -> Space:
-                self._catalog.check_order(save.step, overwrite=save.overwrite)
-                return self._catalog.space()
-
-            spaces.append(bounded(look, deadline.early(), "list the steps", file=store.url))
+            look = partial(self._catalog.check_order, save.step, overwrite=save.overwrite)
+            bounded(look, deadline.early(), "list the steps", file=store.url)
             draft = StepDraft(store, save.step, token(), deadline.early, overwrite=save.overwrite)
             draft.begin()
             save.draft = draft
@@ -195,12 +189,15 @@ class Saver:
             draft.id = begun.id
             draft.check_visible(self._ranks.rank, begun.place)
             save.draft = draft
-        return spaces[0] if spaces else None
 
-    def _plan(self, save: Save, state: object, space: Space | None) -> PlannedShare:
+    def _plan(self, save: Save, state: object) -> PlannedShare:
+        def check_space(nbytes: int) -> None:
+            act = partial(self._catalog.check_space, nbytes)
+            bounded(act, save.deadline.early(), "look for free space", file=self._catalog.url)
+
         with save.watch("plan"):
             save.call.at("planning")
-            return self._planner.plan(state, save.call, save.deadline, space)
+            return self._planner.plan(state, save.call, save.deadline, check_space)
 
     # Commit.
 

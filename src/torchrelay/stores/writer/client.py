@@ -57,14 +57,15 @@ class WriterProcess:
         step: int,
         token: str,
         files: Sequence[FileSpec],
-        timeout: float,
+        deadline: Deadline,
         bar: Bar,
     ) -> WriterSave:
         """Open the files of a save, in a draft that exists."""
         with self._lock:
             self._saves += 1
-            self._ask(p.Begin(url, step, token, timeout, list(files)), timeout, "open")
-            return WriterSave(self, self._saves, files, bar)
+            left = deadline.left()
+            self._ask(p.Begin(url, step, token, left, list(files)), left, "open")
+            return WriterSave(self, self._saves, files, deadline, bar)
 
     def ask(self, save: int, request: p.Request, timeout: float, phase: str) -> p.Finished:
         """A request of a save. A thread of a save that was given up may still run, and must not
@@ -111,14 +112,19 @@ class WriterSave:
     """The files of one save in the writer process."""
 
     def __init__(
-        self, process: WriterProcess, number: int, files: Sequence[FileSpec], bar: Bar
+        self,
+        process: WriterProcess,
+        number: int,
+        files: Sequence[FileSpec],
+        deadline: Deadline,
+        bar: Bar,
     ) -> None:
-        self._process, self._number, self._files, self._bar = process, number, files, bar
+        self._process, self._number, self._files = process, number, files
+        self._deadline, self._bar = deadline, bar
 
-    def write(self, placed: list[Placed], deadline: Deadline) -> None:
-        """Write (file, start, stop, position in the arena) of staged bytes."""
+    def write_staged(self, placed: list[Placed]) -> None:
         for part in self._parts(placed):
-            self._process.ask(self._number, p.Write(part), deadline.left(), "write")
+            self._process.ask(self._number, p.Write(part), self._deadline.left(), "write")
             self._bar.add(sum(stop - start for _, start, stop, _ in part))
 
     def _parts(self, placed: list[Placed]) -> Iterator[list[Placed]]:
@@ -138,9 +144,9 @@ class WriterSave:
         if placed:
             yield placed
 
-    def finish(self, deadline: Deadline) -> list[bytes]:
+    def finish(self) -> list[bytes]:
         """Make the files durable; returns the digests of their chunks."""
-        return self._process.ask(self._number, p.Finish(), deadline.left(), "sync").digests
+        return self._process.ask(self._number, p.Finish(), self._deadline.left(), "sync").digests
 
     def abort(self) -> None:
         """Give up the files, if this is still the current save; never raises."""

@@ -97,10 +97,10 @@ class _Writer:
             draft = open_store(request.url, timeout=request.timeout).draft(
                 request.step, request.token
             )
-            self._writing = FileWriter(draft, request.files)
+            self._writing = FileWriter(draft, request.files, base=self._base)
         elif isinstance(request, Write):
             assert self._writing is not None
-            self._writing.write_staged(request.placed, self._base)
+            self._writing.write_staged(request.placed)
         elif isinstance(request, Finish):
             assert self._writing is not None
             digests = self._writing.finish()
