@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import queue
 import threading
+from contextlib import ExitStack
 from functools import partial
 
 import msgspec
@@ -31,7 +32,6 @@ from torchrelay.results import Outcome, Report
 from torchrelay.stores.local.root import token
 from torchrelay.stores.shares.commit_record import commit_record, decode_shares
 from torchrelay.stores.shares.planner import PlannedShare, SharePlanner
-from torchrelay.stores.shares.share import Share
 from torchrelay.stores.step_draft import GRACE, StepDraft
 
 
@@ -217,23 +217,19 @@ class Saver:
             return None, found if kept else None
         planned, staged = found
         try:
-            try:
-                return self._commit(save, planned, self._written(save, staged)), None
-            finally:
-                staged.release()
+            with ExitStack() as last:
+                last.callback(staged.release)
+                try:
+                    save.call.at(staged.share.phase)
+                    with save.watch("write"):
+                        written = staged.share.written(staged.finish())
+                except BaseException as fault:
+                    self._give_up(save, fault)
+                    raise
+                return self._commit(save, planned, written), None
         except BaseException as fault:
             self.failures += 1
             return None, fault
-
-    def _written(self, save: Save, staged: StagedShare) -> Record:
-        share: Share = staged.share
-        try:
-            save.call.at(f"writing {', '.join(file.name for file in share.files[:3])}")
-            with save.watch("write"):
-                return share.written(staged.finish())
-        except BaseException as fault:
-            self._give_up(save, fault)
-            raise
 
     def _commit(self, save: Save, planned: PlannedShare, written: Record) -> Report:
         """The last round: the coordinator commits what all ranks have written."""
@@ -252,24 +248,20 @@ class Saver:
                 payload = encode(written)
                 save.call.round("write", lambda: payload, decide, save.deadline)
             except BaseException as fault:
-                if save.call.answered or not isinstance(fault, CheckpointError):
+                # Without an answer this rank does not know how the commit ended.
+                known = save.call.answered or not isinstance(fault, CheckpointError)
+                assert save.draft is not None
+                if known or (self._ranks.coordinates and save.draft.files.revoke()):
                     self._discard(save)
                     raise
-                self._look(save, fault)
+                assert isinstance(fault, CheckpointError)
+                save.draft.look(fault)
             finally:
                 save.call.drain()
         if self._ranks.coordinates:
             self._prune(save, sizes)
         url, seconds = f"{self._catalog.url}/step-{save.step}", dict(save.watch.seconds)
         return Report(save.step, planned.share.nbytes, seconds, {url: Outcome(route="storage")})
-
-    def _look(self, save: Save, silence: CheckpointError) -> None:
-        """This rank does not know how the commit ended. Returns if the step is in place."""
-        assert save.draft is not None
-        if self._ranks.coordinates and save.draft.files.revoke():
-            self._discard(save)
-            raise silence
-        save.draft.look(silence)
 
     def _prune(self, save: Save, sizes: dict[str, int]) -> None:
         """Remove old steps. The step is committed by now: nothing here fails the save."""

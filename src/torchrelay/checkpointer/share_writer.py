@@ -26,7 +26,7 @@ from torchrelay.progress import Bar, ProgressCallback
 from torchrelay.record.schema import Record
 from torchrelay.stores.seam import Store
 from torchrelay.stores.shares.planner import PlannedShare
-from torchrelay.stores.shares.share import Share, ShareContents
+from torchrelay.stores.shares.share import Share
 from torchrelay.stores.shares.staging import Pipeline, arena_bytes
 from torchrelay.stores.step_draft import StepDraft
 from torchrelay.stores.writer.client import WriterProcess, WriterSave
@@ -104,7 +104,7 @@ class ShareWriter:
                     writer.abort()
                 raise
 
-        save.call.at(f"writing {', '.join(file.name for file in share.files[:3])}")
+        save.call.at(share.phase)
         settle()
         try:
             return share.written(bounded(work, save.deadline.early(), "write the step"))
@@ -154,8 +154,7 @@ class ShareWriter:
         if copied is None:
             settle()
             return self._stage_in_keeper(save, planned) or self._stage_here(save, share)
-        contents = share.contents
-        spare = Share(ShareContents(contents.entries, copied, contents.objects), share.layouts)
+        spare = Share(share.contents._replace(tensors=copied), share.layouts)
 
         def finish() -> list[bytes]:
             self._spare.wait()

@@ -7,11 +7,11 @@ box is copied out of it. Detours are taken in waves, so that their buffers stay 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from math import prod
 from operator import itemgetter
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 
@@ -20,13 +20,8 @@ from torchrelay.geometry.strides import contiguous_strides, packed
 from torchrelay.memory.host import host_block
 from torchrelay.plan.reads import BoxRead
 from torchrelay.plan.region import Region
-from torchrelay.plan.stored import Shard, StoredTensor
 from torchrelay.state import tensors as t
 from torchrelay.stores.reading.fetch import Placed
-
-if TYPE_CHECKING:
-    from torch.distributed.checkpoint.planner import ReadItem
-
 
 WAVE_BYTES = 256 << 20
 
@@ -58,6 +53,8 @@ class Wave:
     after: list[Callable[[], None]] = field(default_factory=list)
     device: int | None = None  # the GPU that all of its places are on
     fetch: WaveFetch | None = None  # what reads it, from its check on
+    ends: dict[int, int] = field(default_factory=dict)  # of the last range of each file
+    detours: int = 0  # bytes of buffers
 
     def finish(self) -> None:
         """Everything has arrived: take it where it belongs."""
@@ -76,43 +73,30 @@ def waves(wishes: Iterable[BoxRead], shards: Iterable[ShardRead] = ()) -> list[W
             direct.append(ShardRead(wish.shard.file, first_byte(wish), _region(wish.destination)))
         else:
             detours.append(wish)
-    planned = _Waves()
+    planned: list[Wave] = []
     for file, start, region in sorted(direct, key=itemgetter(0, 1)):
-        planned.add(file, start, region)
+        _wave_for(planned, file, start, region)
     for wish in sorted(detours, key=lambda wish: (wish.shard.file, first_byte(wish))):
         region, copy = _detour(wish)
-        planned.add(wish.shard.file, first_byte(wish), region, copy)
-    return planned.waves
+        wave = _wave_for(planned, wish.shard.file, first_byte(wish), region, region.nbytes)
+        wave.after.append(copy)
+    return planned
 
 
-class _Waves:
-    """Reads come in the order of their files: no byte of a file is wanted twice in one wave."""
-
-    def __init__(self) -> None:
-        self.waves: list[Wave] = []
-        self._ends: list[dict[int, int]] = []
-        self._detours: list[int] = []  # bytes of buffers
-
-    def add(
-        self, file: int, start: int, region: Region, after: Callable[[], None] | None = None
-    ) -> None:
-        buffer = region.nbytes if after is not None else 0
-        device = region.keep.get_device() if region.keep.is_cuda else None
-        for place, wave in enumerate(self.waves):
-            detours = self._detours[place]
-            full = buffer and detours and detours + buffer > WAVE_BYTES
-            if wave.device == device and self._ends[place].get(file, 0) <= start and not full:
-                break
-        else:
-            place, wave = len(self.waves), Wave(device=device)
-            self.waves.append(wave)
-            self._ends.append({})
-            self._detours.append(0)
-        self._ends[place][file] = start + region.nbytes
-        self._detours[place] += buffer
-        wave.wanted.setdefault(file, []).append((start, region))
-        if after is not None:
-            wave.after.append(after)
+def _wave_for(planned: list[Wave], file: int, start: int, region: Region, buffer: int = 0) -> Wave:
+    """Add a read to the first wave that can take it, and its buffer. Reads come in the order of
+    their files: no byte of a file is wanted twice in one wave."""
+    device = region.keep.get_device() if region.keep.is_cuda else None
+    for wave in planned:
+        full = buffer and wave.detours and wave.detours + buffer > WAVE_BYTES
+        if wave.device == device and wave.ends.get(file, 0) <= start and not full:
+            break
+    else:
+        planned.append(wave := Wave(device=device))
+    wave.ends[file] = start + region.nbytes
+    wave.detours += buffer
+    wave.wanted.setdefault(file, []).append((start, region))
+    return wave
 
 
 def is_run(wish: BoxRead) -> bool:
@@ -163,21 +147,3 @@ def _detour(wish: BoxRead) -> tuple[Region, Callable[[], None]]:
             wish.destination.copy_(rows.view(dtype).as_strided(wish.sizes, strides))
 
     return Region.row_major(rows), copy
-
-
-def asked_for(item: ReadItem, stored: StoredTensor, place: torch.Tensor) -> BoxRead:
-    """The read that a planner of torch asks for."""
-    index = item.storage_index
-    shard = _shard_at(stored, index.offset or (), index.index)
-    return BoxRead(stored, shard, tuple(item.storage_offsets), tuple(item.lengths), place)
-
-
-def _shard_at(tensor: StoredTensor, offsets: Sequence[int], hint: int | None) -> Shard:
-    """The shard that starts at these offsets; `hint` is where it probably stands."""
-    wanted = tuple(offsets)
-    if hint is not None and hint < len(tensor.shards) and tensor.shards[hint].offsets == wanted:
-        return tensor.shards[hint]
-    for shard in tensor.shards:
-        if shard.offsets == wanted:
-            return shard
-    raise MismatchError(f"{tensor.name} has no shard at {wanted}")

@@ -51,9 +51,9 @@ class Holder:
             return HeldTensor(name, facts, tensor.nbytes, self._rank, self._world, b"")
         if t.is_dtensor(tensor):
             local, spec = t.dtensor_parts(tensor)
-            if spec not in self._dtensors:
-                self._dtensors[spec] = self._dtensor(tensor, local, spec)
-            return self._dtensors[spec]._replace(name=name)
+            if (found := self._dtensors.get(spec)) is None:
+                found = self._dtensors[spec] = self._dtensor(tensor, local, spec)
+            return found._replace(name=name)
         locals_, _, all_boxes, _ = t.sharded_parts(tensor)  # type: ignore[arg-type]
         boxes = [(box.offsets, box.sizes) for box in all_boxes]
         fact = _digest((t.NAMES[tensor.dtype], tuple(tensor.size()), boxes))
@@ -104,7 +104,7 @@ def facts_of(tensor: torch.Tensor) -> bytes:
 
 
 def row_of(one: HeldTensor, tensor: torch.Tensor, source: Source) -> Row:
-    """What the coordinator receives of a tensor that ranks have differently."""
+    """The report to the coordinator of a tensor that ranks have differently."""
     if not one.mesh:
         dtype, shape = t.NAMES[tensor.dtype], tuple(tensor.shape)
         return Row(one.name, one.fact, one.nbytes, dtype=dtype, shape=shape)

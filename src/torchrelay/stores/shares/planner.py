@@ -173,7 +173,7 @@ class SavePlan:
         tensors = self._described.tensors
         found = [self._source(_part(tensors[image], number)) for image, number in known.parts]
         self._planner.known = known
-        contents = ShareContents(known.entries, found, {})
+        contents = ShareContents(known.entries, found)
         if self._stand_ins is None:
             return Share(contents, known.layouts)
         return Share(contents, known.layouts, self._stand_ins.region)

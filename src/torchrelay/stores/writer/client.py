@@ -20,31 +20,24 @@ _START_SECONDS = 60.0
 PART_BYTES = 64 << 20  # after which progress is reported
 
 
-class WriterProcess:
+class WriterProcess(ChildProcess):
     """A writer process, started when it is first needed and again if it was lost.
 
     One save at a time uses it. Every request has a deadline; a writer that misses it is ended.
     """
 
     def __init__(self) -> None:
-        self._writer = ChildProcess("torchrelay.stores.writer.process")
+        super().__init__("torchrelay.stores.writer.process")
         self._lock = threading.Lock()
         self._attached = (0, -1)  # which of its processes has which arena
         self._saves = 0
-
-    @property
-    def pid(self) -> int | None:
-        return self._writer.pid
-
-    def start(self) -> None:
-        self._writer.start()
 
     def attach(
         self, fds: Sequence[int], each: int, nbytes: int, timeout: float = _START_SECONDS
     ) -> None:
         """Give the writer an arena, unless it is the one it has."""
         self.start()
-        arena = self._writer.generation, os.fstat(fds[0]).st_ino
+        arena = self.generation, os.fstat(fds[0]).st_ino
         if self._attached == arena:
             return
         with self._lock:
@@ -79,10 +72,10 @@ class WriterProcess:
         self, request: p.Request, timeout: float, phase: str, fds: Sequence[int] = ()
     ) -> p.Finished:
         try:
-            data = self._writer.exchange(msgspec.msgpack.encode(request), timeout, fds)
+            data = self.exchange(msgspec.msgpack.encode(request), timeout, fds)
         except BaseException as fault:
-            code = self._writer.exit_status
-            self._writer.drop()
+            code = self.exit_status
+            self.drop()
             if isinstance(fault, TimeoutError):
                 raise StorageTimeoutError(
                     "the writer did not finish in time: give a longer timeout", phase=phase
@@ -98,14 +91,6 @@ class WriterProcess:
         if isinstance(answer, p.Failed):
             raise CheckpointError(answer.message, phase=answer.phase or phase, file=answer.file)
         return answer
-
-    def detach_after_fork(self) -> None:
-        """In a child of a fork: forget the process, which stays the parent's."""
-        self._writer.detach_after_fork()
-
-    def close(self) -> None:
-        """End the process; it is idle, or its work was given up."""
-        self._writer.close()
 
 
 class WriterSave:

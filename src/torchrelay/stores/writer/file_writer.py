@@ -98,7 +98,14 @@ class FileWriter:
 
         def worker() -> Callable[[_Task], None]:
             buffer = ctypes.create_string_buffer(PIECE)
-            return lambda task: self._do(task, buffer)
+
+            def do(task: _Task) -> None:
+                for part in task:
+                    with self._named(self._files[part.file].name):
+                        self._write(part, buffer)
+                    self._progress(part.stop - part.start)
+
+            return do
 
         share_out(self._tasks(ranges), worker, threads)
 
@@ -127,12 +134,6 @@ class FileWriter:
                 tasks.append(cuts)
         turns = zip_longest(*by_file.values())
         return [task for turn in turns for task in turn if task is not None]
-
-    def _do(self, task: _Task, buffer: ctypes.Array[ctypes.c_char]) -> None:
-        for part in task:
-            with self._named(self._files[part.file].name):
-                self._write(part, buffer)
-            self._progress(part.stop - part.start)
 
     def _write(self, part: Range, buffer: ctypes.Array[ctypes.c_char]) -> None:
         file, sink = self._files[part.file], self._sinks[part.file]

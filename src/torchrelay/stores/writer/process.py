@@ -17,9 +17,9 @@ import msgspec
 from torchrelay.errors import CheckpointError
 from torchrelay.memory.pages import address_of, side_by_side
 from torchrelay.stores.locate import open_store
+from torchrelay.stores.writer.child_process import trainer_at
 from torchrelay.stores.writer.file_writer import FileSpec, FileWriter, Placed
 from torchrelay.stores.writer.frames import receive_frame, send_frame
-from torchrelay.stores.writer.launch import trainer_at
 
 
 class Attach(msgspec.Struct, tag="attach"):
