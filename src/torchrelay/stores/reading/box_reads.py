@@ -62,23 +62,23 @@ class Wave:
             copy()
 
 
-def waves(wishes: Iterable[BoxRead], shards: Iterable[ShardRead] = ()) -> list[Wave]:
+def waves(reads: Iterable[BoxRead], shards: Iterable[ShardRead] = ()) -> list[Wave]:
     """Plan the reads. `MismatchError` for a destination that cannot be written to."""
     direct = list(shards)
     detours: list[BoxRead] = []
-    for wish in wishes:
-        if not prod(wish.sizes):
+    for read in reads:
+        if not prod(read.sizes):
             continue
-        if wish.destination.dtype == t.dtype_named(wish.tensor.dtype) and is_run(wish):
-            direct.append(ShardRead(wish.shard.file, first_byte(wish), _region(wish.destination)))
+        if read.destination.dtype == t.dtype_named(read.tensor.dtype) and is_run(read):
+            direct.append(ShardRead(read.shard.file, first_byte(read), _region(read.destination)))
         else:
-            detours.append(wish)
+            detours.append(read)
     planned: list[Wave] = []
     for file, start, region in sorted(direct, key=itemgetter(0, 1)):
         _wave_for(planned, file, start, region)
-    for wish in sorted(detours, key=lambda wish: (wish.shard.file, first_byte(wish))):
-        region, copy = _detour(wish)
-        wave = _wave_for(planned, wish.shard.file, first_byte(wish), region, region.nbytes)
+    for read in sorted(detours, key=lambda read: (read.shard.file, first_byte(read))):
+        region, copy = _detour(read)
+        wave = _wave_for(planned, read.shard.file, first_byte(read), region, region.nbytes)
         wave.after.append(copy)
     return planned
 
@@ -99,25 +99,25 @@ def _wave_for(planned: list[Wave], file: int, start: int, region: Region, buffer
     return wave
 
 
-def is_run(wish: BoxRead) -> bool:
+def is_run(read: BoxRead) -> bool:
     """Whether a box is one run of its shard's elements."""
-    if wish.sizes == wish.shard.sizes:
+    if read.sizes == read.shard.sizes:
         return True
     inner = False
-    for size, whole in zip(wish.sizes, wish.shard.sizes, strict=True):
+    for size, whole in zip(read.sizes, read.shard.sizes, strict=True):
         if inner and size != whole:
             return False
         inner = inner or size > 1
     return True
 
 
-def first_byte(wish: BoxRead) -> int:
+def first_byte(read: BoxRead) -> int:
     """Where in the file the first element of the box lies."""
-    if not any(wish.offsets):
-        return wish.shard.start
-    strides = contiguous_strides(wish.shard.sizes)
-    first = sum(offset * stride for offset, stride in zip(wish.offsets, strides, strict=True))
-    return wish.shard.start + first * t.dtype_named(wish.tensor.dtype).itemsize
+    if not any(read.offsets):
+        return read.shard.start
+    strides = contiguous_strides(read.shard.sizes)
+    first = sum(offset * stride for offset, stride in zip(read.offsets, strides, strict=True))
+    return read.shard.start + first * t.dtype_named(read.tensor.dtype).itemsize
 
 
 def _region(destination: torch.Tensor) -> Region:
@@ -129,21 +129,21 @@ def _region(destination: torch.Tensor) -> Region:
     return Region.row_major(destination)
 
 
-def _detour(wish: BoxRead) -> tuple[Region, Callable[[], None]]:
+def _detour(read: BoxRead) -> tuple[Region, Callable[[], None]]:
     """Room for the rows that the box lies in, and how the box is copied out of it.
 
     The room is memory that nothing has touched, so it costs nothing before its wave is read.
     """
-    dtype = t.dtype_named(wish.tensor.dtype)
-    strides = contiguous_strides(wish.shard.sizes)
-    reach = sum((size - 1) * stride for size, stride in zip(wish.sizes, strides, strict=True)) + 1
+    dtype = t.dtype_named(read.tensor.dtype)
+    strides = contiguous_strides(read.shard.sizes)
+    reach = sum((size - 1) * stride for size, stride in zip(read.sizes, strides, strict=True)) + 1
     rows = host_block(reach * dtype.itemsize)
-    box = t.raw(rows.untyped_storage(), 0, dtype.itemsize, wish.sizes, strides)
+    box = t.raw(rows.untyped_storage(), 0, dtype.itemsize, read.sizes, strides)
 
     def copy() -> None:
-        if wish.destination.dtype == dtype:
-            t.raw_of(wish.destination).copy_(box)
+        if read.destination.dtype == dtype:
+            t.raw_of(read.destination).copy_(box)
         else:
-            wish.destination.copy_(rows.view(dtype).as_strided(wish.sizes, strides))
+            read.destination.copy_(rows.view(dtype).as_strided(read.sizes, strides))
 
     return Region.row_major(rows), copy
