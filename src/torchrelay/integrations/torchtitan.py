@@ -88,11 +88,7 @@ class RelayCheckpointManager(BaseCheckpointManager):  # type: ignore[misc, unuse
         # Their state dicts are flat, by names of parameters, so that stages of a pipeline fit
         # together: entries are loaded one by one.
         self._flat = {MODEL: ModelWrapper(model_parts), OPTIMIZER: optimizers}
-        self._others = {
-            **states,
-            LR_SCHEDULER: lr_schedulers,
-            RANDOM: RandomState(),
-        }
+        self._others = {**states, LR_SCHEDULER: lr_schedulers, RANDOM: RandomState()}
         if dataloader is not None:
             self._others[DATALOADER] = _Position(dataloader)
         known = {OPTIMIZER, *self._others}

@@ -28,12 +28,7 @@ from torchrelay.sources.lent_memory import (
 )
 from torchrelay.stores.seam import DeviceRun
 from torchrelay.stores.writer.frames import has_hung_up
-from torchrelay.transports.routes.cuda.handles import (
-    Export,
-    IpcError,
-    close_opening,
-    open_export,
-)
+from torchrelay.transports.routes.cuda.handles import Export, IpcError, close_opening, open_export
 
 _lease = msgspec.msgpack.Decoder(DeviceLease)
 

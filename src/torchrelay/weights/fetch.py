@@ -26,13 +26,7 @@ from torchrelay.parts.runs import (
     PartsRequest,
     VolumeParts,
 )
-from torchrelay.parts.stream import (
-    HEAD_BYTES,
-    MAGIC,
-    ChunkHead,
-    accept,
-    check_digest,
-)
+from torchrelay.parts.stream import HEAD_BYTES, MAGIC, ChunkHead, accept, check_digest
 from torchrelay.sources.connection import Answered, AnswerStream
 from torchrelay.sources.remote_step import RemoteReader, RemoteStep
 from torchrelay.sources.suppliers import SUPPLY_FAULTS, HttpSupplier, Supplier

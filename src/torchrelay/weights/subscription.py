@@ -32,13 +32,7 @@ from torchrelay.sources.endpoint import EndpointSource
 from torchrelay.sources.lent_device import DeviceLentStep
 from torchrelay.steps import check_step
 from torchrelay.weights.device_updates import DeviceUpdates
-from torchrelay.weights.following import (
-    NewestStep,
-    Publisher,
-    StepIdentity,
-    identity_of,
-    publisher,
-)
+from torchrelay.weights.following import NewestStep, Publisher, StepIdentity, identity_of, publisher
 from torchrelay.weights.mirror import Mirror
 
 AGAIN_SECONDS = 0.1  # before another look, where a step was replaced while it was read

@@ -143,9 +143,7 @@ def age(time: str) -> str:
 
 
 def rollback(
-    place: str = PLACE,
-    step: int = typer.Argument(help="Step to resume from."),
-    yes: bool = YES,
+    place: str = PLACE, step: int = typer.Argument(help="Step to resume from."), yes: bool = YES
 ) -> None:
     """Delete every step above one, so that the next start resumes from that one."""
     with opened(place) as there:

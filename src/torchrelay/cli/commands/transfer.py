@@ -13,14 +13,7 @@ import torchrelay as tr
 from torchrelay.cli.access import CERTFILE, KEYFILE, endpoints, given
 from torchrelay.cli.commands.contents import INCLUDE
 from torchrelay.cli.commands.conversion import write_file
-from torchrelay.cli.output import (
-    JSON,
-    end_when_told,
-    plain,
-    print_json,
-    progress_bar,
-    size,
-)
+from torchrelay.cli.output import JSON, end_when_told, plain, print_json, progress_bar, size
 from torchrelay.cli.sources import SECONDS, SOURCE, STEP, at_newest, is_place, is_url
 from torchrelay.errors import UsageError
 

@@ -313,10 +313,7 @@ def _checked_parameter(mine: object) -> torch.Tensor:
 def _differences(name: str, source: _MappedSource, offered: OfferedTensor | None) -> list[str]:
     if offered is None:
         return [f"{name}: published as something else than a tensor"]
-    pairs = (
-        ("dtype", offered.dtype, source.dtype),
-        ("shape", offered.shape, source.shape),
-    )
+    pairs = (("dtype", offered.dtype, source.dtype), ("shape", offered.shape, source.shape))
     found = [
         f"{name}: published with {what} {there}, and {source.parameter} takes {here}"
         for what, there, here in pairs
