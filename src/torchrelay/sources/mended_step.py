@@ -70,7 +70,6 @@ class MendedStep:
         self.url = first.files.url
         self.costly_reads = first.files.costly_reads
         self.trusted = first.files.trusted
-        self.manifest = first.files.manifest
         self._files = {file.name: file for file in self.record.volumes}
         for one in others:
             one.content = content
@@ -83,9 +82,6 @@ class MendedStep:
     @property
     def files(self) -> MendedStep:
         return self
-
-    def sizes(self) -> dict[str, int]:
-        return {name: file.nbytes for name, file in self._files.items()}
 
     def reader(self, name: str, *, once: bool = True) -> MendedReader:
         """A volume, also where the first source has none of that size."""

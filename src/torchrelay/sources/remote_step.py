@@ -13,6 +13,7 @@ import xxhash
 
 from torchrelay.deadlines import Deadline
 from torchrelay.geometry import DIGEST_BYTES
+from torchrelay.sources.lent_memory import StableReader
 from torchrelay.sources.suppliers import SUPPLY_FAULTS, Supplier, Suppliers
 
 if TYPE_CHECKING:  # a keeper reads from others too, and has no torch
@@ -66,9 +67,6 @@ class RemoteStep:
     def manifest(self) -> bytes:
         return self._data
 
-    def sizes(self) -> dict[str, int]:
-        return {name: file.nbytes for name, file in self._files.items()}
-
     def reader(self, name: str, *, once: bool = True) -> RemoteReader:
         how = {"mapped": self.mapped, "verify": self._verify}
         return RemoteReader(self._files[name], self.suppliers, self._deadline, **how)
@@ -77,14 +75,12 @@ class RemoteStep:
         self.suppliers.close()
 
 
-class RemoteReader:
+class RemoteReader(StableReader):
     """A volume of the step. Ranges of whole chunks have their digests, or come from elsewhere.
 
     `mapped`: all of the step is in memory of this host. With `verify`, parts of chunks are copied
     from there unverified: the caller compares digests, and reads whole chunks where one is wrong.
     """
-
-    cold = batched = False
 
     def __init__(
         self,
@@ -161,12 +157,6 @@ class RemoteReader:
         """See `stores.seam.MappableReader`."""
         mapped = self._suppliers.mapped(self._file.name) if self._mapped else None
         return None if mapped is None else mapped.memory(position, nbytes)
-
-    def unchanged(self) -> bool:
-        return True
-
-    def close(self) -> None:
-        """Nothing: its step closes the connections."""
 
 
 class ArrivingChunks:

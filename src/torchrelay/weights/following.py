@@ -180,7 +180,6 @@ class MirroredStep:
         self._step, self._mirror, self._deadline = step, mirror, deadline
         self.url, self.digest, self.close = step.url, step.digest, step.close
         self.record: Record = step.record
-        self.manifest, self.sizes = step.manifest, step.sizes
         self._files = {file.name: file for file in step.record.volumes}
 
     @property
