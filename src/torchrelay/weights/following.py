@@ -83,19 +83,15 @@ class NewestStep:
         self.opened: RemoteStep | DeviceLentStep | None = None  # what was opened last
 
     def end(self, reason: str = "", nbytes: int = 0) -> None:
-        if self.device is not None:
-            self.device.end(reason, nbytes)
-        elif isinstance(self._origin, EndpointSource):
-            self._origin.end(reason, nbytes, keep=not reason)
+        source = self.device or self._origin
+        if isinstance(source, PeerSource):
+            source.end(reason, nbytes)
         else:
-            self._origin.end(reason, nbytes)
+            source.end(reason, nbytes, keep=not reason)
 
     def for_another(self) -> EndpointSource | None:
         """The servers for the next update, with the connections that were kept after this one."""
-        origin = self._origin
-        if self.device is not None or not isinstance(origin, EndpointSource):
-            return None
-        return origin.renewed()
+        return self._origin.renewed() if isinstance(self._origin, EndpointSource) else None
 
     @property
     def endpoint(self) -> EndpointSource | None:

@@ -88,6 +88,7 @@ class Subscription:
         newest = self._newest(0)
         try:
             Loader(newest, self._ranks).check(self._ranks.call("subscribe"), request, deadline)
+            self._connected = newest.for_another()
         finally:
             newest.end()
 
