@@ -16,7 +16,7 @@ import numpy as np
 from torchrelay.deadlines import Deadline
 from torchrelay.errors import DigestError, RemoteProtocolError
 from torchrelay.memory.crew import Crew
-from torchrelay.parts.encoding import WHOLE
+from torchrelay.parts.encoding import WHOLE, decode
 from torchrelay.parts.runs import (
     MAX_RUNS,
     MAX_VOLUMES,
@@ -26,7 +26,7 @@ from torchrelay.parts.runs import (
     PartsRequest,
     VolumeParts,
 )
-from torchrelay.parts.stream import HEAD_BYTES, MAGIC, ChunkHead, accept, check_digest
+from torchrelay.parts.stream import HEAD_BYTES, MAGIC, ChunkHead
 from torchrelay.sources.connection import Answered, AnswerStream
 from torchrelay.sources.remote_step import RemoteReader, RemoteStep
 from torchrelay.sources.suppliers import SUPPLY_FAULTS, HttpSupplier, Supplier
@@ -174,12 +174,12 @@ class PartFetch:
 
 
 def _receive(stream: AnswerStream, into: Bytes, itemsize: int, buffer: memoryview) -> None:
-    """One part chunk, verified."""
+    """One part chunk, verified. `into` holds the bytes of the base."""
     head = ChunkHead.decoded(stream.read(HEAD_BYTES))
     if head.kind == WHOLE and head.nbytes == len(into):
         stream.fill(into.data)
-        check_digest(head, into)
-        return
-    payload = buffer[: head.nbytes]
-    stream.fill(payload)
-    accept(head, payload, into, itemsize)
+    else:
+        payload = buffer[: head.nbytes]
+        stream.fill(payload)
+        decode(head.kind, payload, into, itemsize)
+    head.check(into)

@@ -68,7 +68,10 @@ def ls(
     there = store_at(place)
     steps = [listed(there, step) for step in there.steps()]
     if verify:
-        steps = [facts if in_words(facts) else _verified(place, facts) for facts in steps]
+        for facts in steps:
+            if not in_words(facts):
+                facts |= verified(place, facts["step"])
+                facts["verified"] = not in_words(facts)
     if as_json:
         print_json(steps)
     elif steps:
@@ -108,11 +111,6 @@ def listed(there: Store, step: int) -> dict[str, Any]:
         "damage": None if holds else "a file is missing or has another size",
         "unread": None,
     }
-
-
-def _verified(place: str, facts: dict[str, Any]) -> dict[str, Any]:
-    found = verified(place, facts["step"])
-    return {**facts, **found, "verified": not in_words(found)}
 
 
 def _row(facts: dict[str, Any]) -> list[str]:
