@@ -242,18 +242,8 @@ class EndpointSource:
                 other = any(host is one for one, _ in listed)
                 why = f"has other bytes of step {step}" if other else f"has no step {step}"
                 self.failed.setdefault(host.url, why)
-        return self._open(holders, step, holders[0][1].snapshot, deadline)
-
-    def digests_of(self, step: int) -> tuple[str, str]:
-        """The snapshot and the state of a step that was listed last, as most of the servers have
-        it; empty where they are not known."""
-        holders = _by_snapshot(self._listed.get(step, []))
-        most = max(holders.values(), key=len, default=[])
-        states = (facts.state for _, facts in most if facts.state)
-        return (most[0][1].snapshot, next(states, "")) if most else ("", "")
-
-    def _open(self, holders: Holders, step: int, snapshot: str, deadline: Deadline) -> RemoteStep:
-        found, self._asked_for_step = None, True
+        snapshot, found = holders[0][1].snapshot, None
+        self._asked_for_step = True
         for host, _ in holders:
             seconds = _share(deadline, alone=host is holders[-1][0])
             found = self._asked(partial(_record, step, snapshot, seconds), host)
@@ -267,6 +257,14 @@ class EndpointSource:
         what = (self.name, data, record, snapshot, suppliers, deadline)
         self._opened.append(RemoteStep(*what, verify=self._verify))
         return self._opened[-1]
+
+    def digests_of(self, step: int) -> tuple[str, str]:
+        """The snapshot and the state of a step that was listed last, as most of the servers have
+        it; empty where they are not known."""
+        holders = _by_snapshot(self._listed.get(step, []))
+        most = max(holders.values(), key=len, default=[])
+        states = (facts.state for _, facts in most if facts.state)
+        return (most[0][1].snapshot, next(states, "")) if most else ("", "")
 
     def _suppliers(
         self, holders: Holders, record: Record, snapshot: str, deadline: Deadline
