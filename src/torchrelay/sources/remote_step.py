@@ -14,7 +14,7 @@ import xxhash
 from torchrelay.deadlines import Deadline
 from torchrelay.geometry import DIGEST_BYTES
 from torchrelay.sources.lent_memory import StableReader
-from torchrelay.sources.suppliers import SUPPLY_FAULTS, Supplier, Suppliers
+from torchrelay.sources.suppliers import SUPPLY_FAULTS, Suppliers
 
 if TYPE_CHECKING:  # a keeper reads from others too, and has no torch
     from torchrelay.record.schema import Record
@@ -127,27 +127,22 @@ class RemoteReader(StableReader):
         chunks = ArrivingChunks(self._file, start, views)
         try:
             try:
-                self._stream(supplier, start, views, chunks)
+                seconds = max(self._deadline.left(), 0.01)
+                for nbytes in supplier.read(name, start, views, seconds=seconds):
+                    if suppliers.stopped.is_set():
+                        break
+                    if not chunks.add(nbytes):
+                        why = f"wrong digest of {name} at byte {chunks.at}"
+                        if supplier.is_gone():
+                            suppliers.gone = True
+                            why = "the step was replaced while it was read"
+                        suppliers.drop(supplier, why)
+                        break
             finally:
                 suppliers.release(supplier, chunks.at - start)
         except SUPPLY_FAULTS as fault:
             suppliers.note(name, supplier, fault)
         return chunks.at
-
-    def _stream(
-        self, supplier: Supplier, start: int, views: list[memoryview], chunks: ArrivingChunks
-    ) -> None:
-        seconds, name = max(self._deadline.left(), 0.01), self._file.name
-        for nbytes in supplier.read(name, start, views, seconds=seconds):
-            if self._suppliers.stopped.is_set():
-                return
-            if not chunks.add(nbytes):
-                why = f"wrong digest of {name} at byte {chunks.at}"
-                if supplier.is_gone():
-                    self._suppliers.gone = True
-                    why = "the step was replaced while it was read"
-                self._suppliers.drop(supplier, why)
-                return
 
     def read_cached(self, position: int, buffers: Sequence[memoryview]) -> bool:
         mapped = self._suppliers.mapped(self._file.name) if self._mapped else None

@@ -31,7 +31,7 @@ from torchrelay.sources.connection import Answered, AnswerStream
 from torchrelay.sources.remote_step import RemoteReader, RemoteStep
 from torchrelay.sources.suppliers import SUPPLY_FAULTS, HttpSupplier, Supplier
 from torchrelay.stores.reading.ranges import whole_chunks
-from torchrelay.weights.mirror import Mirror, MirrorVolume
+from torchrelay.weights.mirror import Mirror
 
 STREAMS = 8  # at once, each of another server
 RANGE_BYTES = 8 << 20  # asked for at once, where parts are not sent
@@ -74,8 +74,11 @@ class PartFetch:
                 volume.hold(self._step.snapshot, self._files[name])
             else:
                 changed[name] = volume
-        todo = [piece for name, volume in changed.items() for piece in self._pieces(name, volume)]
-        for volume in changed.values():
+        todo = []
+        for name, volume in changed.items():
+            for first in range(0, len(volume.runs), MAX_RUNS):
+                some = volume.runs.some(first, first + MAX_RUNS)
+                todo.append(_VolumeRest(name, some, int(volume.runs.places[first]), volume.base))
             volume.doubt()
         while todo:
             groups = self._by_supplier(todo)
@@ -83,11 +86,6 @@ class PartFetch:
             todo = [piece for some in left for piece in some]
         for name, volume in changed.items():
             volume.hold(self._step.snapshot, self._files[name])
-
-    def _pieces(self, name: str, volume: MirrorVolume) -> Iterator[_VolumeRest]:
-        for first in range(0, len(volume.runs), MAX_RUNS):
-            some = volume.runs.some(first, first + MAX_RUNS)
-            yield _VolumeRest(name, some, int(volume.runs.places[first]), volume.base)
 
     def _by_supplier(self, todo: list[_VolumeRest]) -> list[tuple[Supplier, list[_VolumeRest]]]:
         """Requests, each to a server that has its volumes, within the limits of one."""
