@@ -74,7 +74,7 @@ class MendedStep:
         for one in others:
             one.content = content
         volumes: dict[str, list[Supplier]] = {name: [*others] for name in self._files}
-        self._others = Suppliers(volumes, deadline, f"step {self.record.step}")
+        self.others = Suppliers(volumes, deadline, f"step {self.record.step}")
         self._deadline = deadline
         self.patches: dict[tuple[str, int], bytearray] = {}  # by volume and where a chunk begins
         self.lost = ""  # what was first found wrong
@@ -101,7 +101,7 @@ class MendedStep:
         all of them are here."""
         file = self._files[name]
         self.lost = self.lost or why
-        reader = RemoteReader(file, self._others, self._deadline)
+        reader = RemoteReader(file, self.others, self._deadline)
         for at in range(start // file.chunk_bytes * file.chunk_bytes, stop, file.chunk_bytes):
             if (name, at) in self.patches or self._first_has(file, at):
                 continue
@@ -126,19 +126,9 @@ class MendedStep:
             return False
         return xxhash.xxh3_128_digest(data) == digest_of(file, start)
 
-    @property
-    def mended(self) -> dict[str, int]:
-        """Bytes that came from others, by their names."""
-        return self._others.bytes
-
-    @property
-    def failed(self) -> dict[str, str]:
-        """Why others could not help, by their names."""
-        return self._others.faulty
-
     def close(self) -> None:
         self._first.close()
-        self._others.close()
+        self.others.close()
 
 
 class MendedReader:
