@@ -23,7 +23,7 @@ from torchrelay.landing.seam import land_share
 from torchrelay.landing.workspace import Workspace
 from torchrelay.plan.reads import BoxRead, Portion, plan_reads
 from torchrelay.plan.region import Region
-from torchrelay.plan.share.pairs import WHOLE
+from torchrelay.plan.share.leaves import WHOLE
 from torchrelay.plan.share.rank_share import RankShare
 from torchrelay.plan.stored import Shard, StoredTensors
 from torchrelay.record.dtypes import itemsize

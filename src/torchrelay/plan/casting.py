@@ -27,7 +27,7 @@ class CastRegion(Region):
     __slots__ = ("_dtype",)
 
     def __init__(self, tensor: torch.Tensor, dtype: torch.dtype) -> None:
-        self.keep, self._dtype, self._address = tensor, dtype, 0
+        self.keep, self._dtype, self.address = tensor, dtype, 0
         self._itemsize, self._run = dtype.itemsize, False
         self.nbytes = tensor.numel() * dtype.itemsize
         self._view = tensor.view(-1) if tensor.is_contiguous() else tensor

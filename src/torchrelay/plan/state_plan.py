@@ -10,10 +10,9 @@ import numpy as np
 
 from torchrelay.geometry import chunks as cutting
 from torchrelay.geometry.boxes import Numbers
-from torchrelay.plan.description import Others
+from torchrelay.plan.description import Indices, Others, Pieces
 from torchrelay.plan.images import LEAF, SHARDED, Image, stored_dtype
 from torchrelay.plan.outline import TensorRows, outline
-from torchrelay.plan.pieces import Indices, Pieces
 from torchrelay.plan.sharded import ShardedKind, ShardedLeaves
 from torchrelay.record import manifest as m
 from torchrelay.record.kinds import KindTable

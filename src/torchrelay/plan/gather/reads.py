@@ -11,7 +11,7 @@ import numpy as np
 from torchrelay.geometry.boxes import Box, Numbers, run_of, shared, within
 from torchrelay.plan.gather.owners import OwnedBox, Owners
 from torchrelay.plan.gather.union import Union
-from torchrelay.plan.share.pairs import WHOLE
+from torchrelay.plan.share.leaves import WHOLE
 from torchrelay.plan.share.rank_share import RankShare
 from torchrelay.record.dtypes import itemsize
 from torchrelay.record.reads import Reads

@@ -16,17 +16,25 @@ import torch
 
 from torchrelay.errors import MismatchError
 from torchrelay.geometry.boxes import Box, Numbers
-from torchrelay.plan.outline import TensorRows, outline
-from torchrelay.plan.overlay import laid_over, pruned
+from torchrelay.geometry.memo import Numbered
+from torchrelay.plan.outline import TensorRows, laid_over, outline, pruned
 from torchrelay.plan.plain import PlainTensors
 from torchrelay.plan.selection import Selection
 from torchrelay.plan.sharded import ShardedKind, ShardedLeaves
-from torchrelay.plan.share.pairs import WHOLE, LeafNumbers, Pairs
-from torchrelay.plan.share.whole_leaves import NONE, ODD, WholeLeaves, undistributed
+from torchrelay.plan.share.leaves import (
+    NONE,
+    ODD,
+    WHOLE,
+    LeafNumbers,
+    Pairs,
+    WholeLeaves,
+    undistributed,
+    whole_kinds,
+)
 from torchrelay.record import manifest as m
 from torchrelay.record.kinds import KindTable
 from torchrelay.record.rows import LeafRows, Marks
-from torchrelay.record.schema import ImageKind, LeafKind, Record
+from torchrelay.record.schema import ImageKind, Record
 from torchrelay.state import tensors as t
 from torchrelay.state.local_parts import LocalBoxes, local_parts
 from torchrelay.state.matching import Matched
@@ -36,7 +44,6 @@ from torchrelay.state.paths import LeafPaths
 from torchrelay.state.tree import check_types, show, slots
 
 PARTIAL = "a DTensor with a partial placement takes no value: redistribute it first"
-_encode = msgspec.msgpack.Encoder().encode
 _none: Numbers = np.zeros(0, np.int64)
 _NOTHING = m.ValueLeaf("plain", None)  # in the place of leaves that are not wanted
 _HELD = (m.TensorLeaf, m.QuantizedLeaf, m.SparseLeaf, m.SubclassLeaf)
@@ -106,12 +113,12 @@ class RankShare:
         exact = len(self._ranks) == 1  # so everything in it was one state
         self.tree = laid_over([(rows.tree, len(rows)) for rows in self._ranks])
         self.choice = Selection(include, self._leaves, exact=exact, guessed=guessed)
-        self.boxes: list[Box] = []
         self.sources: Numbers = _none
         self.source_boxes: Numbers = _none
         self.twins: list[Twins] = []
         self._local_boxes = LocalBoxes()
-        self._box_numbers: dict[bytes, int] = {}
+        self._boxes: Numbered[Box] = Numbered()
+        self.boxes = self._boxes.found
         self._kinds = KindTable()
         self._rows: list[_ShareRows] = []
         self._others: dict[int, m.Leaf] = {}  # their parts are numbered in `_parts`
@@ -136,8 +143,8 @@ class RankShare:
         if self.choice.patterns:
             chosen = {leaf for path, leaf in slots(tree) if self.choice.takes(path)}
             leaves = np.array(sorted(chosen), np.int64)
-            tree, _ = pruned(tree, dict.fromkeys(chosen))
             # One more leaf: it takes the places of items that are not wanted.
+            tree = pruned(tree, chosen, numbers.count)
             self._others[numbers.count] = _NOTHING
             numbers.count += 1
         elif not self.choice.exact:  # a leaf is not in the tree where another rank's has its path
@@ -181,6 +188,7 @@ class RankShare:
 
     def _add_leaves(self, leaves: Numbers, at: Numbers) -> None:
         """Recorded leaves, as leaves `at` of the share: distributed tensors are whole."""
+        wholes = whole_kinds(self._recorded, self._kinds)
         shift = 0
         for rows in self._ranks:
             inside = (leaves >= shift) & (leaves < shift + len(rows))
@@ -189,20 +197,11 @@ class RankShare:
             row = np.searchsorted(rows.leaves, some)
             is_row = row < len(rows.leaves)
             is_row[is_row] = rows.leaves[row[is_row]] == some[is_row]
-            self._add_rows(rows, row[is_row], to[is_row])
+            kinds, row = wholes[rows.kinds[row[is_row]]], row[is_row]
+            columns = (kinds, rows.images[row], np.full(len(row), WHOLE, np.int64))
+            self._rows.append(_ShareRows(to[is_row], *columns, rows.offsets[row]))
             for leaf, number in zip(some[~is_row].tolist(), to[~is_row].tolist(), strict=True):
                 self._others[number] = self._moved(rows.others[leaf])
-
-    def _add_rows(self, rows: LeafRows, some: Numbers, at: Numbers) -> None:
-        if not len(some):
-            return
-        whole = [
-            LeafKind(kind.dtype, kind.shape, None, kind.flags) if kind.sharding >= 0 else kind
-            for kind in self._recorded.kinds
-        ]
-        kinds = np.array([*map(self._kinds.leaf, whole)], np.int64)[rows.kinds[some]]
-        boxes = np.full(len(some), WHOLE, np.int64)
-        self._rows.append(_ShareRows(at, kinds, rows.images[some], boxes, rows.offsets[some]))
 
     def _moved(self, found: m.Leaf) -> m.Leaf:
         """A leaf that is not a row, with its parts numbered here, in the layouts of their images
@@ -326,12 +325,7 @@ class RankShare:
         return np.array(whole, np.int64)
 
     def _box(self, box: Box, shape: tuple[int, ...]) -> int:
-        if box == ((0,) * len(shape), shape):
-            return WHOLE
-        number = self._box_numbers.setdefault(_encode(box), len(self.boxes))
-        if number == len(self.boxes):
-            self.boxes.append(box)
-        return number
+        return WHOLE if box == ((0,) * len(shape), shape) else self._boxes.number(box)
 
     # Several tensors for one place.
 

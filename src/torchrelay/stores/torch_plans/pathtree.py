@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 from torchrelay.errors import ManifestError
-from torchrelay.plan.overlay import renumbered
+from torchrelay.plan.outline import renumbered
 from torchrelay.record import manifest as m
 from torchrelay.record.values import encode_key
 from torchrelay.state.paths import Path

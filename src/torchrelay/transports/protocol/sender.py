@@ -12,8 +12,7 @@ from functools import cached_property
 from typing import Any
 
 from torchrelay.errors import RelayError, RemoteProtocolError
-from torchrelay.plan.part import SnapshotPart
-from torchrelay.plan.snapshot import Snapshot
+from torchrelay.plan.snapshot import Snapshot, SnapshotPart
 from torchrelay.record.reads import decode_reads
 from torchrelay.transports.meeting.connection import ConnectionLost, Inbox, MessageHeard
 from torchrelay.transports.meeting.matching import OpenSend
