@@ -16,14 +16,14 @@ import torch
 from torchrelay.geometry.runs import Moves, copy_one_by_one, moves
 from torchrelay.landing import inplace
 from torchrelay.landing.seam import land
-from torchrelay.landing.workspace import PlainWorkspace
+from torchrelay.landing.workspace import Workspace
 from torchrelay.plan.plain import PlainTensors
 from torchrelay.plan.snapshot import Snapshot, capture
 
 HOST = torch.device("cpu")
 
 
-class ByAddress(PlainWorkspace):
+class ByAddress(Workspace):
     """What a pool with kernels does."""
 
     def __init__(self, able: bool = True) -> None:

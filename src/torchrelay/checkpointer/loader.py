@@ -279,7 +279,6 @@ class Loader:
                 with watch("fetch"):
                     files.prepare(loading.wanted())
             with watch("verify"):
-                loading.compare_twins()
                 if request.checked_first:
                     # It reads into memory of its own, so it can be left behind.
                     bounded(loading.check, deadline.early(), "read the step", file=files.url)

@@ -22,8 +22,8 @@ from torchrelay.landing.checks.shards import check_shards
 from torchrelay.landing.commit.ending import StateLanding
 from torchrelay.landing.leaves import check_leaf, check_records, make_leaf, strides_of
 from torchrelay.landing.options import LandingOptions
-from torchrelay.landing.places import ImageMemory, Landed, OwnTensor, Places, chunks_of
-from torchrelay.landing.workspace import LARGE_BYTES, Workspace, allocate, large_rooms
+from torchrelay.landing.places import ImageMemory, Landed, Places, chunks_of
+from torchrelay.landing.workspace import LARGE_BYTES, Workspace, allocate
 from torchrelay.record import manifest as m
 from torchrelay.record.manifest import parts
 from torchrelay.record.pause import gc_paused
@@ -31,7 +31,7 @@ from torchrelay.record.rows import LeafRows
 from torchrelay.record.schema import Record
 from torchrelay.state import tensors as t
 from torchrelay.state.leaves import is_plain
-from torchrelay.state.paths import LeafPaths, Path
+from torchrelay.state.paths import LeafPaths
 from torchrelay.state.tree import check_types, has_records, unflatten
 
 _data_ptr = torch.Tensor.data_ptr
@@ -121,7 +121,7 @@ class NewTensors(StateLanding):
     def _devices(self, hosted: set[int]) -> list[torch.device]:
         """The device of each storage: that of its first image."""
         device, record = self._options.device, self.record
-        names = [_place(device or _local_device(kind)) for kind in record.devices]
+        names = [place_for(kind, device) for kind in record.devices]
         if record.device_of is None:
             where = [names[0]] * len(self._homes) if len(self._homes) else []
         else:
@@ -141,7 +141,7 @@ class NewTensors(StateLanding):
             if room is not None:
                 ready[home] = room
         empty = {home: int(sizes[home]) for home in large if home not in ready}
-        return {**ready, **large_rooms(empty, workspace)}
+        return {**ready, **workspace.large_rooms(empty)}
 
     def _make_some(self) -> Iterator[Runs]:
         """Make storages, some at a time; gives those in host memory."""
@@ -263,9 +263,6 @@ class NewTensors(StateLanding):
             return _NOT_YET
         return unflatten(self._rows.tree, self._ready)
 
-    def own(self) -> Iterator[OwnTensor]:
-        return iter(())
-
     def held(self) -> Iterator[ImageMemory]:
         self._complete()
         return map(self.memory_of, range(self.record.images))
@@ -279,12 +276,6 @@ class NewTensors(StateLanding):
         with gc_paused():
             state = self._state
             self._landed = Landed(self._built() if state is _NOT_YET else state, [], [])
-
-    def give(self) -> None:
-        pass
-
-    def take_back(self) -> list[Path]:
-        return []
 
     def finish(self) -> Landed:
         return self._landed
@@ -358,14 +349,10 @@ def _runs(kinds: Numbers, where: list[Any]) -> Iterator[tuple[int, int]]:
     yield from pairwise([0, *ends.tolist(), len(kinds)])
 
 
-def _place(device: torch.device | str) -> torch.device:
-    device = torch.device(device)
-    return _HOST if device.type == "cpu" else device
-
-
 def place_for(kind: str, device: torch.device | None) -> torch.device:
     """Where a new tensor goes: to the device asked for, or to the kind that it comes from."""
-    return _place(device or _local_device(kind))
+    found = torch.device(device or _local_device(kind))
+    return _HOST if found.type == "cpu" else found
 
 
 def _local_device(kind: str) -> str:

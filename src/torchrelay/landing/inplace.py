@@ -54,7 +54,7 @@ class ExistingTensors(StateLanding):
     """The tensors of a destination that was paired with the record's tree.
 
     The leaves in `late` get their bytes by way of whole images, which are not written to the
-    destination as they are.
+    destination as they are. The images in `compared` are held, whether they go anywhere or not.
     """
 
     def __init__(
@@ -64,6 +64,7 @@ class ExistingTensors(StateLanding):
         options: LandingOptions,
         workspace: Workspace,
         late: Set[int] = frozenset(),
+        compared: Set[int] = frozenset(),
     ) -> None:
         self.record = record
         self._rows = rows = LeafRows(record)
@@ -99,9 +100,7 @@ class ExistingTensors(StateLanding):
         self._wholes: dict[int, tuple[m.SparseLeaf, Path]] = {}
         plain, rest = split(matched, rows, into.layout, self.chunks, back)
         fits = self._fits(rest)
-        taken = set(plain.leaf.tolist()) if fits else set()
-        spans = host_spans(fits, self.chunks)
-        if not all(taken.isdisjoint(into.reached(low, high)) for low, high in spans):
+        if fits and plain.meets(host_spans(fits, self.chunks)):
             # Plain tensors share memory with others: the check below has to see them all.
             plain = Straight.none()
             fits = self._fits(matched.pairs)
@@ -116,7 +115,7 @@ class ExistingTensors(StateLanding):
         for found in fits:
             self._place(found, late=found.leaf in back)
         self._by_address = plain.image
-        self._stage()
+        self._stage(compared)
         self.on_device = bool(len(self._plain_far.image) or self._held.far) or any(
             not region.keep.is_cpu for placed in self._direct.values() for _, region in placed
         )
@@ -154,11 +153,6 @@ class ExistingTensors(StateLanding):
         them as they are."""
         leaves = self._into.flat.leaves
         return [pair for pair in self._inside if not t.is_distributed(leaves[pair[2]])]
-
-    @property
-    def _far_tensors(self) -> list[torch.Tensor]:
-        leaves: Any = self._into.layout.locals
-        return [leaves[n] for n in self._plain_far.leaf.tolist()]
 
     @cached_property
     def _near_images(self) -> set[int]:
@@ -204,12 +198,12 @@ class ExistingTensors(StateLanding):
 
     # Memory for the images that are held back until `commit`.
 
-    def _stage(self) -> None:
+    def _stage(self, compared: Set[int]) -> None:
         self._held = held = HeldImages(self.record, self.chunks, self._workspace)
         read_back = {
             pair.leaf.storage if isinstance(pair, ArrayFit) else pair.part.storage
             for pair in self._late
-        }
+        } | compared
         values = (index for index, _ in self._values.values())
         for index in (*values, *(index for index, _, _ in self._remade())):
             read_back |= {part.storage for part in parts(self._rows[index])} - {-1}
@@ -235,7 +229,9 @@ class ExistingTensors(StateLanding):
     def _by_device(self, read_back: set[int]) -> dict[torch.device, set[int]]:
         """Images all of whose bytes go to one device: they are staged there."""
         found: dict[torch.device, set[int]] = {}
-        if not self._direct and (alone := only_device(self._far_tensors)) is not None:
+        leaves: Any = self._into.layout.locals
+        far = [leaves[n] for n in self._plain_far.leaf.tolist()]
+        if not self._direct and (alone := only_device(far)) is not None:
             return {alone: self._near_images - read_back}
         places = {image: {one.device for _, one in near} for image, near in self._near.items()}
         for image, placed in self._direct.items():
@@ -327,11 +323,8 @@ class ExistingTensors(StateLanding):
 
     # The end
 
+    @gc_paused()
     def make(self) -> None:
-        with gc_paused():
-            self._make()
-
-    def _make(self) -> None:
         leaves, held, rank = self._rows, self._held.part, self._options.rank
         self._new_values = values = {
             here: make_leaf(leaves[index], path, held, rank)
@@ -346,15 +339,7 @@ class ExistingTensors(StateLanding):
         for index, path, _ in self._remade():
             inside[index] = make_leaf(leaves[index], path, held, rank)
         self._handover = Handover(
-            *(
-                into.into,
-                into.flat,
-                into.objects,
-                leaves.tree,
-                self._pairing.branches,
-                self._inside,
-            ),
-            before=self._options.atomic,
+            into, leaves.tree, self._pairing.branches, self._inside, before=self._options.atomic
         )
         self._handover.make(values, {**self._pairing.filled, **self._made}, inside)
         if inside and self._mine is not None:
@@ -366,19 +351,17 @@ class ExistingTensors(StateLanding):
     def take_back(self) -> list[Path]:
         return self._handover.take_back()
 
+    @gc_paused()
     def finish(self) -> Landed:
         """Write what was held back, and put the rest in its place."""
-        with gc_paused():
-            return self._finish()
-
-    def _finish(self) -> Landed:
         self.torn = self.torn or bool(self._written or self._copies)
         if self._options.staged:
             self._workspace.copy(self._last_copies, also=self._notes())
             self._write_regions()
         for destination, source in self._copies:
             copy_late(destination, source)
-        self._note_written()
+        for note in self._notes():
+            note()
         state = self._handover.finish()
         if self._mine is not None:
             state = self._around()
@@ -399,15 +382,12 @@ class ExistingTensors(StateLanding):
         if self._options.staged:
             self._last_copies  # noqa: B018
         else:
-            self._note_written()
+            for note in self._notes():
+                note()
 
     @cached_property
     def _last_copies(self) -> Moves:
         return moves(self._staged, self._host)
-
-    def _note_written(self) -> None:
-        for note in self._notes():
-            note()
 
     def _notes(self) -> list[Callable[[], None]]:
         """Calls that bump autograd's version counters, one for each block."""

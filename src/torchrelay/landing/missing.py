@@ -17,7 +17,7 @@ from torchrelay.landing.checks.shards import check_shards
 from torchrelay.landing.fresh import place_for
 from torchrelay.landing.leaves import check_leaf, make_leaf
 from torchrelay.landing.options import LandingOptions
-from torchrelay.landing.workspace import Workspace, allocate, large_rooms
+from torchrelay.landing.workspace import Workspace, allocate
 from torchrelay.record import manifest as m
 from torchrelay.record.manifest import parts
 from torchrelay.record.rows import LeafRows
@@ -87,7 +87,7 @@ class MadeLeaves:
             kind = record.devices[int(record.image_devices[image])]
             where[image] = self._devices.get(image) or place_for(kind, self._options.device)
         hosted = [image for image in alone if where[image].type == "cpu"]
-        self.homes = large_rooms({image: sizes[image] for image in hosted}, workspace)
+        self.homes = workspace.large_rooms({image: sizes[image] for image in hosted})
         for image in alone:
             if image not in self.homes:
                 self.homes[image] = allocate(sizes[image], where[image])

@@ -24,7 +24,7 @@ import torch
 
 from torchrelay.errors import MismatchError
 from torchrelay.geometry.runs import Moves
-from torchrelay.landing.workspace import LARGE_BYTES, Pairs, PlainWorkspace, allocate
+from torchrelay.landing.workspace import LARGE_BYTES, Pairs, Workspace, allocate
 from torchrelay.memory import threads, vectors
 from torchrelay.memory.gpu import kernels
 from torchrelay.memory.pages import Mapping, paged, populate, release
@@ -149,7 +149,7 @@ class Pool:
             self._idle_bytes -= size
 
 
-class Pooled(PlainWorkspace):
+class Pooled(Workspace):
     """Memory from a pool, copies on several threads or by one kernel."""
 
     def __init__(self, pool: Pool | None, threads: int | None = None) -> None:
@@ -157,10 +157,8 @@ class Pooled(PlainWorkspace):
         self._tables = kernels.Tables()
         self._threads = threads or cores()
 
-    def room(
-        self, sizes: Sequence[int], device: torch.device | str = "cpu"
-    ) -> list[torch.Tensor] | None:
-        if self._pool is None or torch.device(device).type != "cpu":
+    def room(self, sizes: Sequence[int]) -> list[torch.Tensor] | None:
+        if self._pool is None:
             return None
         try:
             return self._pool.take(sizes)
@@ -168,7 +166,8 @@ class Pooled(PlainWorkspace):
             raise MismatchError(f"no memory for {sum(sizes)} bytes: {fault}") from None
 
     def stage(self, nbytes: int, device: torch.device | str = "cpu") -> torch.Tensor:
-        found = self.room([nbytes], device) if nbytes >= LARGE_BYTES else None
+        large = nbytes >= LARGE_BYTES and torch.device(device).type == "cpu"
+        found = self.room([nbytes]) if large else None
         return allocate(nbytes, device) if found is None else found[0]
 
     def copy(

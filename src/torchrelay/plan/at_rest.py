@@ -24,6 +24,7 @@ from torchrelay.plan.images import Group, View, stored_dtype
 from torchrelay.plan.outline import TensorRows, outline
 from torchrelay.plan.plain import PlainTensors, find_plain
 from torchrelay.plan.sharded import ShardedLeaves, kind_of_dtensor, kind_of_sharded
+from torchrelay.plan.state_plan import kinds_of_pieces
 from torchrelay.record import manifest as m
 from torchrelay.record.kinds import KindTable
 from torchrelay.record.pause import gc_paused
@@ -209,15 +210,8 @@ class _Describer:
         place: Numbers = np.empty(len(owners), np.int64)  # of each entry, its image
         order = np.lexsort((np.array(self._tickets, np.int64), owners))
         place[order] = np.arange(len(order))
-        table = [
-            (
-                self._kinds.leaf(LeafKind(kind.dtype, kind.shape, None, kind.flags)),
-                self._kinds.image(ImageKind(stored_dtype(kind.dtype), kind.shape, None, 0)),
-            )
-            for kind in self._plain.kinds
-        ]
-        plain = np.array(table, np.int64).reshape(-1, 2)[self._plain.kind_of]
-        kind_of = np.concatenate([plain[:, 1], np.array(self._image_kinds, np.int64)])
+        plain, images = kinds_of_pieces(self._plain, ShardedLeaves(), self._kinds, boxes=0)
+        kind_of = np.concatenate([images, np.array(self._image_kinds, np.int64)])
         count = len(plain)
         self._finish_others(some, place)
         leaves, kinds, entries, offsets = np.array(self._rows, np.int64).reshape(-1, 4).T
@@ -226,7 +220,7 @@ class _Describer:
             tree,
             len(self._leaves),
             self._others,
-            TensorRows(self._plain.leaf_of, plain[:, 0], place[:count], zeros),
+            TensorRows(self._plain.leaf_of, plain, place[:count], zeros),
             TensorRows(leaves, kinds, place[entries], offsets),
         )
         names, given = self._names(order.tolist())

@@ -39,11 +39,8 @@ Key = int | tuple[str, int, int]
 
 
 class View(msgspec.Struct, frozen=True, gc=False):
-    """One tensor's geometry; `low` and `high` are addresses, and `key` is its storage.
-
-    `run`: a contiguous tensor in host memory. (A struct: there is one a tensor, and a named tuple
-    costs several times as much to make.)
-    """
+    """One tensor's geometry; `low` and `high` are addresses, and `key` is its storage. (A struct:
+    there is one a tensor, and a named tuple costs several times as much to make.)"""
 
     tensor: torch.Tensor
     shape: tuple[int, ...]
@@ -53,7 +50,6 @@ class View(msgspec.Struct, frozen=True, gc=False):
     high: int
     dtype: str
     flags: int
-    run: bool
     key: Key
 
     @property
@@ -65,6 +61,9 @@ class View(msgspec.Struct, frozen=True, gc=False):
         """Whether its storage has all of these bytes."""
         end = self.origin + self.tensor.untyped_storage().nbytes()
         return self.origin <= low and high <= end
+
+    def bytes(self, low: int, high: int) -> torch.Tensor:
+        return flat_bytes(self.tensor.untyped_storage(), low - self.origin, high - low)
 
     def within(self, low: int) -> Geometry:
         return self.low - low, self.itemsize, self.shape, self.strides
@@ -101,7 +100,7 @@ PART, LEAF, SHARDED = -2, -1, 0
 class Images:
     """Collects tensors, then says how their bytes are laid out.
 
-    Plain tensors that reach into no other do not come here: `pieces` deals with those.
+    Plain tensors that reach into no other do not come here: those are `Pieces`.
     """
 
     def __init__(self) -> None:
@@ -121,10 +120,9 @@ class Images:
         nbytes = extent(shape, strides) * size
         if nbytes == 0 or tensor.is_meta:
             flags |= m.META if tensor.is_meta else 0 if tensor.is_cpu else m.ON_DEVICE
-            self._views.append(View(tensor, shape, strides, size, 0, 0, dtype, flags, False, 0))
+            self._views.append(View(tensor, shape, strides, size, 0, 0, dtype, flags, 0))
             return ticket
-        dense = tensor.is_contiguous()
-        if dense:
+        if tensor.is_contiguous():
             strides = contiguous_strides(shape)  # torch lets those of size-1 dimensions be anything
         low = tensor.data_ptr()
         origin = low - byte_offset(tensor)
@@ -135,10 +133,7 @@ class Images:
         elif host or tensor.is_cuda:
             self._seen.append(ticket)
         self._by_key.setdefault(key, []).append(ticket)
-        run = dense and host
-        self._views.append(
-            View(tensor, shape, strides, size, low, low + nbytes, dtype, flags, run, key)
-        )
+        self._views.append(View(tensor, shape, strides, size, low, low + nbytes, dtype, flags, key))
         return ticket
 
     def __len__(self) -> int:
@@ -217,11 +212,11 @@ class Images:
                 )
         whole = next((view for view in views if view.reaches(low, high)), None)
         if whole is not None:
-            memory = _bytes_of(whole, low, high)
+            memory = whole.bytes(low, high)
         else:  # no storage has it all
             memory = torch.zeros(high - low, dtype=torch.uint8, device=first.tensor.device)
             for view in views:
-                memory[view.low - low : view.high - low] = _bytes_of(view, view.low, view.high)
+                memory[view.low - low : view.high - low] = view.bytes(view.low, view.high)
         mask = touched([view.within(low) for view in views], high - low)
         return low, memory if mask is None else memory * mask.to(memory.device)
 
@@ -313,10 +308,6 @@ def stored_dtype(dtype: str) -> str:
     return _STORED.get(dtype, dtype)
 
 
-def _bytes_of(view: View, low: int, high: int) -> torch.Tensor:
-    return flat_bytes(view.tensor.untyped_storage(), low - view.origin, high - low)
-
-
 def _home(homes: dict[Key, Key], key: Key) -> Key:
     while homes[key] != key:
         key = homes[key]
@@ -344,22 +335,7 @@ def touched(views: Sequence[Geometry], nbytes: int) -> torch.Tensor | None:
         if layout is not None and layout.numel * itemsize == nbytes:
             return None
     marks = np.zeros(nbytes, dtype=np.uint8)
-    for view in views:
-        mark_touched(marks, *view)
+    for offset, itemsize, shape, strides in views:
+        steps = (*(stride * itemsize for stride in strides), 1)
+        np.lib.stride_tricks.as_strided(marks[offset:], (*shape, itemsize), steps)[...] = 1
     return None if marks.all() else torch.from_numpy(marks)
-
-
-def mark_touched(
-    touched: np.ndarray[tuple[int], np.dtype[np.uint8]],
-    offset: int,
-    itemsize: int,
-    shape: tuple[int, ...],
-    strides: tuple[int, ...],
-) -> None:
-    """Set the bytes that a view at byte `offset` touches to 1."""
-    view = np.lib.stride_tricks.as_strided(
-        touched[offset:],
-        shape=(*shape, itemsize),
-        strides=(*(stride * itemsize for stride in strides), 1),
-    )
-    view[...] = 1

@@ -27,7 +27,6 @@ _Tensor = torch.Tensor
 _TYPES = frozenset((torch.Tensor, torch.nn.Parameter))
 _data_ptr, _size = _Tensor.data_ptr, _Tensor.size
 _storage_offset: Any = _Tensor.storage_offset
-_SAMPLE = 16  # one tensor of that many is looked at before a guess
 ITEMSIZE, NBYTES = 3, 4  # fields of a `TensorKind`
 
 
@@ -202,18 +201,14 @@ class _KindNumbers:
             if like.holds(some):
                 return np.full(count, number)
         traits: list[Sequence[object]] = [list(map(type, some)), list(map(_size, some))]
-        numbers = self._by(some, traits)
-        if numbers is not None and any(
-            one.dtype is not self._firsts[n].dtype
-            or one.requires_grad != self._firsts[n].requires_grad
-            for n, one in zip(numbers[::_SAMPLE], some[::_SAMPLE], strict=True)
-        ):
-            traits += [[one.dtype for one in some], [one.requires_grad for one in some]]
+        for more in (), ("dtype", "requires_grad"):  # mostly the first two tell them apart
+            traits += [[getattr(one, name) for one in some] for name in more]
             numbers = self._by(some, traits)
-        if numbers is None:
-            return None
-        like = Like([self._firsts[n] for n in numbers])
-        return np.array(numbers, np.int64) if like.holds(some) else None
+            if numbers is None:
+                return None
+            if Like([self._firsts[n] for n in numbers]).holds(some):
+                return np.array(numbers, np.int64)
+        return None
 
     def of_one(self, tensor: Any) -> int:
         """The kind of any tensor, by number; -1 if it is not plain."""

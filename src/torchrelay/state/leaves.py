@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import enum
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, Literal, Protocol
 
 import numpy as np
@@ -47,7 +47,7 @@ def describe(leaf: object, path: Path, add: Add) -> int | Finish:
     try:
         if isinstance(leaf, torch.Tensor):
             return add(leaf) if t.is_plain(leaf) else _tensor(leaf, path, add)
-        record = _value(leaf, add)
+        return _value(leaf, add)
     except RelayError as fault:
         fault.path = fault.path or show(path)
         raise
@@ -55,7 +55,6 @@ def describe(leaf: object, path: Path, add: Add) -> int | Finish:
         raise UnsupportedLeafError(
             f"a leaf of type {fault} cannot travel: {_remedy(leaf)}", path=show(path)
         ) from None
-    return record
 
 
 def _remedy(leaf: object) -> str:
@@ -275,7 +274,9 @@ def build(leaf: m.Leaf, part: Part, rank: int) -> object:
     if isinstance(leaf, m.ShardedLeaf):
         return t.sharded([part(shard) for shard in leaf.shards], leaf, rank)
     if isinstance(leaf, m.SparseLeaf):
-        return _build_sparse(leaf, [part(piece) for piece in leaf.parts])
+        coalesced = bool(leaf.flags & m.COALESCED)
+        sparse = t.sparse(leaf.layout, [*map(part, leaf.parts)], leaf.shape, coalesced)
+        return t.with_flags(sparse, leaf.flags)
     if isinstance(leaf, m.QuantizedLeaf):
         return _build_quantized(leaf, part)
     return _build_subclass(leaf, part, rank)
@@ -291,11 +292,6 @@ def _build_array(leaf: m.ArrayLeaf, part: Part) -> object:
     else:
         array = np.empty(leaf.shape, dtype, order=order)
     return array[()] if leaf.scalar else array
-
-
-def _build_sparse(leaf: m.SparseLeaf, pieces: Sequence[torch.Tensor]) -> torch.Tensor:
-    coalesced = bool(leaf.flags & m.COALESCED)
-    return t.with_flags(t.sparse(leaf.layout, pieces, leaf.shape, coalesced), leaf.flags)
 
 
 def _build_quantized(leaf: m.QuantizedLeaf, part: Part) -> torch.Tensor:

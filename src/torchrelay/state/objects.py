@@ -116,7 +116,15 @@ def flatten_objects(state: object) -> tuple[Flat, Objects]:
     def opened(value: object, path: Path) -> object:
         if not _is_stateful(value):
             return value
-        found = objects[path] = _held(value, path)
+        try:
+            state = value.state_dict()  # type: ignore[attr-defined]
+        except Exception as fault:
+            raise UnsupportedLeafError(
+                f"{type(value).__name__}.state_dict() failed: {fault!r}", path=show(path)
+            ) from fault
+        wrapped = WrappedState.of(value, state) if isinstance(value, torch.nn.Module) else None
+        bare = state if wrapped is None else wrapped.bare
+        found = objects[path] = StatefulObject(value, bare, wrapped)
         if found.in_place:
             objects.update(((*path, key), held) for key, held in _extra_states(found.state))
         return found.state
@@ -124,16 +132,6 @@ def flatten_objects(state: object) -> tuple[Flat, Objects]:
     flat = flatten(state, opened)
     _strip_parameter_names(flat, objects)
     return flat, objects
-
-
-def _held(value: object, path: Path) -> StatefulObject:
-    state = _state_of(value, path)
-    wrapped = WrappedState.of(value, state) if isinstance(value, torch.nn.Module) else None
-    return (
-        StatefulObject(value, state)
-        if wrapped is None
-        else StatefulObject(value, wrapped.bare, wrapped)
-    )
 
 
 def _strip_parameter_names(flat: Flat, objects: Objects) -> None:
@@ -167,12 +165,3 @@ def _is_stateful(value: object) -> bool:
         and callable(getattr(value, "load_state_dict", None))
         and codec_of(type(value)) is None
     )
-
-
-def _state_of(stateful: Any, path: Path) -> object:
-    try:
-        return stateful.state_dict()
-    except Exception as fault:
-        raise UnsupportedLeafError(
-            f"{type(stateful).__name__}.state_dict() failed: {fault!r}", path=show(path)
-        ) from fault

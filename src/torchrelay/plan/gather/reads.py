@@ -138,15 +138,13 @@ class GatherReads:
         places, sources = self._union.rank_images(self._share.sources[images])
         boxes = self._share.source_boxes[images]
         for place in np.unique(places).tolist():
-            mine = (places == place) & (boxes == WHOLE)
-            if mine.any():
-                some = images[mine]
-                self._of(place).add(sources[mine], WHOLE, self._nbytes[some], some, 0)
-            for number in np.unique(boxes[(places == place) & (boxes != WHOLE)]).tolist():
+            found = self._of(place)
+            for number in np.unique(boxes[places == place]).tolist():
                 mine = (places == place) & (boxes == number)
-                some, box = images[mine], self._share.boxes[number]
-                found = self._of(place)
-                index = found.box(box, ((0,) * len(box[1]), box[1]))
+                some, index = images[mine], WHOLE
+                if number != WHOLE:
+                    box = self._share.boxes[number]
+                    index = found.box(box, ((0,) * len(box[1]), box[1]))
                 found.add(sources[mine], index, self._nbytes[some], some, 0)
 
     def _add_tiled(
