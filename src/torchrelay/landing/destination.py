@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Collection, Iterable, Sequence
-from functools import cached_property
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -16,9 +15,9 @@ import numpy as np
 from torchrelay.geometry.boxes import Numbers
 from torchrelay.geometry.chunks import Chunks
 from torchrelay.geometry.runs import Column
+from torchrelay.plan.description import PlainLayout
 from torchrelay.plan.images import reaching
-from torchrelay.plan.plain import PlainTensors, find_plain
-from torchrelay.plan.sharded import find_sharded
+from torchrelay.plan.plain import PlainTensors
 from torchrelay.record import manifest as m
 from torchrelay.record.pause import gc_paused
 from torchrelay.record.rows import LeafRows
@@ -31,27 +30,6 @@ from torchrelay.state.tree import Flat, inside_records
 JUST_NOW = 0.1  # seconds: what was looked at so lately is not looked at again
 Indices = np.ndarray[Any, np.dtype[np.intp]]
 Marks = np.ndarray[Any, np.dtype[np.bool_]]
-
-
-class PlainLayout:
-    """The plain tensors of a destination, and the local parts of its distributed ones that are
-    plain: kinds and addresses. Holds none of the tensors but local parts."""
-
-    def __init__(self, flat: Flat) -> None:
-        self.sharded = find_sharded(flat.leaves)
-        self.locals = self.sharded.local_leaves(flat.leaves)
-        nothing_else = self.sharded.nothing_else
-        plain = find_plain(self.locals, offsets=False, nothing_else=nothing_else)
-        shared = reaching(plain.address_of, plain.address_of + plain.nbytes)
-        # Tensors that share no memory with each other.
-        self.plain: PlainTensors = plain.some((~shared).tolist()) if shared.any() else plain
-        self.plain.on_host, self.plain.leaf_of  # noqa: B018  # asked for while there is time
-
-    @cached_property
-    def kinds(self) -> Numbers:
-        """The kind of each: of a plain tensor that in `plain`, of a distributed one that in
-        `sharded`, counted from there on."""
-        return self.sharded.kinds_of(self.plain)
 
 
 class PreparedDestination:

@@ -20,7 +20,13 @@ from torchrelay.geometry.boxes import Numbers
 from torchrelay.geometry.runs import Runs
 from torchrelay.landing.checks.shards import check_shards
 from torchrelay.landing.commit.ending import StateLanding
-from torchrelay.landing.leaves import check_leaf, check_records, make_leaf, strides_of
+from torchrelay.landing.leaves import (
+    check_leaf,
+    check_records,
+    make_leaf,
+    strides_of,
+    without_bytes,
+)
 from torchrelay.landing.options import LandingOptions
 from torchrelay.landing.places import ImageMemory, Landed, Places, chunks_of
 from torchrelay.landing.workspace import LARGE_BYTES, Workspace, allocate
@@ -69,7 +75,7 @@ class NewTensors(StateLanding):
         self._where = self._devices(hosted)
         self._on_host = self._where.count(_HOST) == len(self._where)
         self.on_device = not self._on_host
-        self._rooms = self._large_rooms(filled, workspace)
+        self._buffers = self._large(filled, workspace)
         self._kinds = self._kind_of_each(owner)
         self._owner = owner
         self._whole: set[int] = set()  # storages that are a tensor of the state
@@ -90,7 +96,7 @@ class NewTensors(StateLanding):
         self._check_shards()
         owners: Numbers = np.full(record.images, _SEVERAL, np.int64)
         owners[rows.images] = np.arange(len(rows.images))
-        if len(rows.images) > record.images or not _are_different(rows.images):
+        if not (rows.images[1:] > rows.images[:-1]).all():  # ascending ones are different
             owners[np.bincount(rows.images, minlength=len(owners)) > 1] = _SEVERAL
         hosted = set()
         for index, leaf in rows.others.items():
@@ -131,7 +137,7 @@ class NewTensors(StateLanding):
             where[self._homes.number(image)] = _HOST
         return where
 
-    def _large_rooms(self, filled: Filled | None, workspace: Workspace) -> dict[int, torch.Tensor]:
+    def _large(self, filled: Filled | None, workspace: Workspace) -> dict[int, torch.Tensor]:
         sizes = self._homes.sizes
         large = np.flatnonzero(sizes >= LARGE_BYTES).tolist()
         large = [home for home in large if self._where[home] == _HOST]
@@ -141,7 +147,7 @@ class NewTensors(StateLanding):
             if room is not None:
                 ready[home] = room
         empty = {home: int(sizes[home]) for home in large if home not in ready}
-        return {**ready, **workspace.large_rooms(empty)}
+        return {**ready, **workspace.large_buffers(empty)}
 
     def _make_some(self) -> Iterator[Runs]:
         """Make storages, some at a time; gives those in host memory."""
@@ -165,14 +171,15 @@ class NewTensors(StateLanding):
             if kinds[start] >= 0:
                 made = self._tensors(low + start, low + stop, where[start])
             else:
-                made = [self._room(home) for home in range(low + start, low + stop)]
+                made = [
+                    self._buffers[home]
+                    if home in self._buffers
+                    else allocate(int(self._homes.sizes[home]), self._where[home])
+                    for home in range(low + start, low + stop)
+                ]
             self._made += made
             addresses += map(_data_ptr, made) if where[start] == _HOST else [0] * len(made)
         return addresses
-
-    def _room(self, home: int) -> torch.Tensor:
-        room = self._rooms.get(home)
-        return allocate(int(self._homes.sizes[home]), self._where[home]) if room is None else room
 
     def _kind_of_each(self, owner: Numbers) -> Numbers:
         """A number for the kinds of leaf and image of each storage that is one tensor; -1 where it
@@ -189,7 +196,7 @@ class NewTensors(StateLanding):
         kinds, images = rows.kinds[row], record.image_kind[homes.firsts]
         fine = (owner[homes.firsts] >= 0) & homes.alone & rows.is_image[row]
         fine &= plain[kinds] & straight[images]
-        fine[list(self._rooms)] = False
+        fine[list(self._buffers)] = False
         return np.where(fine, kinds * len(straight) + images, _NONE)
 
     def _tensors(self, start: int, stop: int, device: Any) -> list[torch.Tensor]:
@@ -293,7 +300,7 @@ class NewTensors(StateLanding):
 
     def _part(self, part: m.TensorLeaf) -> torch.Tensor:
         if part.storage < 0:
-            return t.without_storage(part, strides_of(part), self._place_of_empty(part.flags))
+            return without_bytes(part, self._place_of_empty(part.flags))
         home, offset = self._home(part.storage)
         if self._homes.number(part.storage) in self._whole:
             return t.with_flags(home, part.flags)
@@ -331,11 +338,6 @@ class _Homes:
 
     def number(self, image: int) -> int:
         return image if self._storage_of is None else int(self._storage_of[image])
-
-
-def _are_different(numbers: Numbers) -> bool:
-    """Whether ascending numbers are; False also where they do not ascend."""
-    return bool((numbers[1:] > numbers[:-1]).all())
 
 
 def _runs(kinds: Numbers, where: list[Any]) -> Iterator[tuple[int, int]]:

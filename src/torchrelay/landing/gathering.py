@@ -194,9 +194,9 @@ class PartLanding(Landing):
         starts, bases = places.host.starts, places.host.addresses
         addresses[here] = bases[there[here]] + (goes[here] - starts[there[here]])
         # Elements that do not lie together where they go wait in memory of their own.
-        rooms = self.chunks.rooms[scattered]
-        self._waiting = workspace.stage(int(rooms.sum()))
-        self._waits_at = np.cumsum(rooms) - rooms
+        padded = self.chunks.padded[scattered]
+        self._waiting = workspace.stage(int(padded.sum()))
+        self._waits_at = np.cumsum(padded) - padded
         addresses[scattered] = np.uint64(self._waiting.data_ptr()) + self._waits_at
         on_host = here | scattered
         columns = (self.chunks.places, addresses, sizes.astype(np.uint64))

@@ -164,24 +164,15 @@ class ExistingTensors(StateLanding):
         return {*self._direct, *self._near_images}
 
     @cached_property
-    def _near(self) -> dict[int, list[tuple[int, torch.Tensor]]]:
-        """By image, plain tensors on devices and where they lie in it."""
-        found: dict[int, list[tuple[int, torch.Tensor]]] = {}
-        leaves: Any = self._into.layout.locals
-        plain = self._plain_far
+    def _regions(self) -> dict[int, list[_Placed]]:
+        """By image, where it goes that is not known by address on the host."""
+        found = {image: [*placed] for image, placed in self._direct.items()}
+        plain, leaves = self._plain_far, self._into.layout.locals
         columns = (plain.image, plain.at - self.chunks.places[plain.image], plain.leaf)
         for image, at, leaf in zip(*(column.tolist() for column in columns), strict=True):
-            found.setdefault(image, []).append((at, leaves[leaf]))
+            mine: Any = leaves[leaf]
+            found.setdefault(image, []).append(_Placed(at, Region.row_major(mine)))
         return found
-
-    def _regions(self, image: int) -> list[_Placed]:
-        """Where an image goes that does not go to host memory by address."""
-        near = self._near.get(image)
-        if near is None:
-            return self._direct.get(image, [])
-        if image not in self._direct:
-            self._direct[image] = [_Placed(at, Region.row_major(one)) for at, one in near]
-        return self._direct[image]
 
     def _fits(self, pairs: list[Pair]) -> list[Found]:
         fits: list[Found] = []
@@ -199,7 +190,6 @@ class ExistingTensors(StateLanding):
     # Memory for the images that are held back until `commit`.
 
     def _stage(self, compared: Set[int]) -> None:
-        self._held = held = HeldImages(self.record, self.chunks, self._workspace)
         read_back = {
             pair.leaf.storage if isinstance(pair, ArrayFit) else pair.part.storage
             for pair in self._late
@@ -211,9 +201,8 @@ class ExistingTensors(StateLanding):
         if self._new.images:
             filled = {*self._by_address.tolist(), *self._elsewhere}
         read_back |= self._new.images & filled
-        self._new.take_memory(self.chunks, read_back | filled, self._workspace)
-        self._homes = self._new.homes
-        held.far = self._new.far
+        homes = self._new.take_memory(self.chunks, read_back | filled, self._workspace)
+        self._held = held = HeldImages(self.record, self.chunks, self._workspace, homes)
         on_host = set(read_back)
         marks = np.zeros(self.record.images, bool)
         if self._options.staged:
@@ -224,18 +213,21 @@ class ExistingTensors(StateLanding):
             marks[self._by_address] = True
         marks[list(on_host)] = True
         held.hold(marks)
-        self._staged = Runs.merged(held.host, self._new.host) if self._homes else held.host
+        self._staged = held.host
 
     def _by_device(self, read_back: set[int]) -> dict[torch.device, set[int]]:
         """Images all of whose bytes go to one device: they are staged there."""
-        found: dict[torch.device, set[int]] = {}
         leaves: Any = self._into.layout.locals
         far = [leaves[n] for n in self._plain_far.leaf.tolist()]
         if not self._direct and (alone := only_device(far)) is not None:
             return {alone: self._near_images - read_back}
-        places = {image: {one.device for _, one in near} for image, near in self._near.items()}
-        for image, placed in self._direct.items():
-            places[image] = {region.keep.device for _, region in placed}
+        places = {
+            image: {region.keep.device for _, region in placed}
+            for image, placed in self._direct.items()
+        }
+        for image, one in zip(self._plain_far.image.tolist(), far, strict=True):
+            places.setdefault(image, set()).add(one.device)
+        found: dict[torch.device, set[int]] = {}
         for image, devices in places.items():
             if len(devices) == 1 and _HOST not in devices and image not in read_back:
                 found.setdefault(devices.pop(), set()).add(image)
@@ -244,36 +236,32 @@ class ExistingTensors(StateLanding):
     # Bytes in
 
     def places(self) -> Places:
-        place, held = self.chunks.start_of, self._held
-        device = [(place(at), one.data_ptr(), one.nbytes) for at, one in held.far.items()]
+        held = self._held
         if self._options.staged:
-            return Places([self._staged], Runs.merged(Runs.of(device), *held.device_memory()))
-        twice: set[int] = set()  # written, and held back for something else
+            return Places([self._staged], held.device_memory())
+        # Images that are written in several places, or also held back for something else.
+        twice = self._near_images & self._direct.keys()
         if len(held.order):
             twice |= set(np.intersect1d(self._by_address, held.order).tolist())
             twice |= self._near_images & held.at.keys()
-        near = self._plain_far
-        if twice:
-            near = near.some(~np.isin(near.image, list(twice)))
+        device: list[tuple[int, int, int]] = []
         for image, placed in sorted(self._direct.items()):
-            if image in self._near_images:
-                continue
             at, region = placed[0]
             run = region.run(0, region.nbytes)
             if len(placed) > 1 or run is None or image in held.at:
                 twice.add(image)
-            else:
-                device.append((place(image) + at, run.data_ptr(), run.nbytes))
-        host = self._host
+            elif image not in twice:
+                device.append((self.chunks.start_of(image) + at, run.data_ptr(), run.nbytes))
+        host, near = self._host, self._plain_far
         if twice:
-            twice |= held.at.keys() | self._homes.keys()
+            near = near.some(~np.isin(near.image, list(twice)))
+            twice |= held.at.keys() | held.homes.keys()
         elif len(self._staged.starts):
             host = Runs.merged(host, self._staged)
-        indirect = reaching(self.chunks, twice)
         far = Runs(near.at, near.address, near.nbytes)
-        if device:
-            far = Runs.merged(Runs.of(device), far)
-        return Places([host], far, indirect, live=bool(self._written))
+        if device or held.far:
+            far = Runs.merged(held.device_memory(), Runs.of(device), far)
+        return Places([host], far, reaching(self.chunks, twice), live=bool(self._written))
 
     def own(self) -> Iterator[OwnTensor]:
         if self._options.staged:
@@ -286,14 +274,9 @@ class ExistingTensors(StateLanding):
             yield OwnTensor(pair.part.storage, pair.destination)
 
     def held(self) -> Iterator[ImageMemory]:
-        yield from self._held.memory()
-        for image, home in self._homes.items():
-            yield ImageMemory(image, home.untyped_storage(), 0)
+        return self._held.memory()
 
     def memory_of(self, image: int) -> ImageMemory | None:
-        home = self._homes.get(image)
-        if home is not None:
-            return ImageMemory(image, home.untyped_storage(), 0)
         return self._held.memory_of(image)
 
     def put(self, start: int, stop: int, data: torch.Tensor) -> None:
@@ -313,13 +296,10 @@ class ExistingTensors(StateLanding):
         for image, first, last, at in self.chunks.within(start, stop) if self._elsewhere else ():
             if image in self._elsewhere:
                 self.torn = True
-                self._pass_on(image, first, last, data[at:])
-
-    def _pass_on(self, image: int, start: int, stop: int, data: torch.Tensor) -> None:
-        for at, region in self._regions(image):
-            low, high = max(start, at), min(stop, at + region.nbytes)
-            if low < high:
-                region.write(low - at, high - at, data[low - start :])
+                for there, region in self._regions[image]:
+                    low, high = max(first, there), min(last, there + region.nbytes)
+                    if low < high:
+                        region.write(low - there, high - there, data[at + low - first :])
 
     # The end
 
@@ -399,11 +379,11 @@ class ExistingTensors(StateLanding):
         dense: list[tuple[torch.Tensor, torch.Tensor]] = []
         for image in self._elsewhere - self._write_held():
             held = self._held.bytes(image)
-            if image in self._near and self._held.far_bytes(image) is not None:
-                dense += [(one, held[at : at + one.nbytes]) for at, one in self._near[image]]
-                continue
-            for at, region in self._regions(image):
-                if region.address:
+            on_device = self._held.far_bytes(image) is not None
+            for at, region in self._regions[image]:
+                if on_device and (run := region.run(0, region.nbytes)) is not None:
+                    dense.append((run, held[at : at + region.nbytes]))
+                elif region.address:
                     region.write(0, region.nbytes, held[at:])
                 else:
                     boxes += region.boxes(0, region.nbytes, held[at:])
@@ -428,9 +408,10 @@ class ExistingTensors(StateLanding):
         """A tensor over an image in memory of its own, which the caller may keep."""
         if part.storage < 0:
             return self._held.part(part)
-        home = self._homes.get(part.storage)
+        homes = self._held.homes
+        home = homes.get(part.storage)
         if home is None:
-            home = self._homes[part.storage] = self._held.bytes(part.storage).clone()
+            home = homes[part.storage] = self._held.bytes(part.storage).clone()
         return t.over_storage(home.untyped_storage(), part.offset, part, strides_of(part))
 
 

@@ -1,4 +1,4 @@
-"""What a landing works with: memory to put a state in, and threads to copy it."""
+"""The workspace of a landing: memory to put a state in, and threads to copy it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Workspace:
     """Memory by torch, copies one after the other. `memory.pool` has another workspace, with memory
     that is kept, several threads and kernels."""
 
-    def room(self, sizes: Sequence[int]) -> list[torch.Tensor] | None:
+    def buffers(self, sizes: Sequence[int]) -> list[torch.Tensor] | None:
         """A host buffer of bytes for each of `sizes`, each with a storage of its own.
 
         None: have torch allocate them, as it would anyway. `MismatchError` if memory runs out.
@@ -47,11 +47,11 @@ class Workspace:
         """Copy memory of one device by address; whether that can be done here."""
         return False
 
-    def large_rooms(self, sizes: Mapping[int, int]) -> dict[int, torch.Tensor]:
+    def large_buffers(self, sizes: Mapping[int, int]) -> dict[int, torch.Tensor]:
         """Memory for those of the storages, all of host memory, that torch is not to allocate."""
         large = [storage for storage, nbytes in sizes.items() if nbytes >= LARGE_BYTES]
-        rooms = self.room([sizes[storage] for storage in large]) if large else None
-        return {} if rooms is None else dict(zip(large, rooms, strict=True))
+        buffers = self.buffers([sizes[storage] for storage in large]) if large else None
+        return {} if buffers is None else dict(zip(large, buffers, strict=True))
 
 
 def allocate(nbytes: int, device: torch.device | str = "cpu") -> torch.Tensor:

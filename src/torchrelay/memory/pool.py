@@ -157,7 +157,7 @@ class Pooled(Workspace):
         self._tables = kernels.Tables()
         self._threads = threads or cores()
 
-    def room(self, sizes: Sequence[int]) -> list[torch.Tensor] | None:
+    def buffers(self, sizes: Sequence[int]) -> list[torch.Tensor] | None:
         if self._pool is None:
             return None
         try:
@@ -167,7 +167,7 @@ class Pooled(Workspace):
 
     def stage(self, nbytes: int, device: torch.device | str = "cpu") -> torch.Tensor:
         large = nbytes >= LARGE_BYTES and torch.device(device).type == "cpu"
-        found = self.room([nbytes]) if large else None
+        found = self.buffers([nbytes]) if large else None
         return allocate(nbytes, device) if found is None else found[0]
 
     def copy(

@@ -31,7 +31,7 @@ from torchrelay.record.pause import gc_paused
 from torchrelay.record.rows import distributed_leaf
 from torchrelay.record.schema import ImageKind, LeafKind, Record
 from torchrelay.state import tensors as t
-from torchrelay.state.leaves import finished
+from torchrelay.state.leaves import distributed_parts, finished
 from torchrelay.state.local_parts import tie_of
 from torchrelay.state.objects import flatten_objects
 from torchrelay.state.paths import Path, dotted, show, slots
@@ -244,8 +244,9 @@ class _Describer:
         for leaf, item in zip(some.leaves, some.described, strict=True):
             if leaf not in rows:
                 self._others[leaf] = record = finished(item, part)
-                if isinstance(record, m.SubclassLeaf):
-                    _refuse_distributed_parts(record, self._paths[leaf])
+                if isinstance(record, m.SubclassLeaf) and any(distributed_parts(record)):
+                    why = "a tensor subclass around a DTensor"
+                    raise UnsupportedLeafError(why, path=show(self._paths[leaf]))
 
     def _names(self, order: Sequence[int]) -> tuple[list[str], tuple[tuple[int, str], ...]]:
         """The names of the images, and those that are not the path of their first leaf."""
@@ -293,11 +294,3 @@ def _bare(view: View) -> torch.Tensor:
         storage, at = tensor.untyped_storage(), t.byte_offset(tensor)
         return t.over_storage(storage, at, record, tensor.stride())
     return tensor.detach()
-
-
-def _refuse_distributed_parts(leaf: m.SubclassLeaf, path: Path) -> None:
-    for part in (*leaf.parts, *leaf.context_leaves):
-        if isinstance(part, (m.DTensorLeaf, m.ShardedLeaf)):
-            raise UnsupportedLeafError("a tensor subclass around a DTensor", path=show(path))
-        if isinstance(part, m.SubclassLeaf):
-            _refuse_distributed_parts(part, path)

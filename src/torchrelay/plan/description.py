@@ -1,22 +1,24 @@
 """A state taken apart: plain tensors as pieces of memory, and all other leaves one by one.
 
-Everything that describes a live state begins here: the record of what is sent (`state_plan`), and
-the outline with its named tensors (`at_rest`).
+Everything that describes a live state begins here: the record of what is sent (`state_plan`), the
+outline with its named tensors (`at_rest`), and the layout of a destination.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from torchrelay.errors import RelayError
+from torchrelay.geometry.boxes import Numbers
 from torchrelay.geometry.chunks import ALIGN
 from torchrelay.geometry.runs import Column
 from torchrelay.plan.images import LEAF, PART, Images, reaching
 from torchrelay.plan.plain import PlainTensors, find_plain
-from torchrelay.plan.sharded import ShardedLeaves
+from torchrelay.plan.sharded import ShardedLeaves, find_sharded
 from torchrelay.state.leaves import Finish, describe
 from torchrelay.state.paths import LeafPaths
 from torchrelay.state.tree import Flat
@@ -33,6 +35,27 @@ class Pieces(NamedTuple):
     at: Column  # where each lies in its storage, without what no piece reaches
     firsts: Indices  # of each storage, the first leaf in it
     sizes: Column  # of each storage
+
+
+class PlainLayout:
+    """The plain tensors of a destination, and the local parts of its distributed ones that are
+    plain: kinds and addresses. Holds none of the tensors but local parts."""
+
+    def __init__(self, flat: Flat) -> None:
+        self.sharded = find_sharded(flat.leaves)
+        self.locals = self.sharded.local_leaves(flat.leaves)
+        nothing_else = self.sharded.nothing_else
+        plain = find_plain(self.locals, offsets=False, nothing_else=nothing_else)
+        shared = reaching(plain.address_of, plain.address_of + plain.nbytes)
+        # Tensors that share no memory with each other.
+        self.plain: PlainTensors = plain.some((~shared).tolist()) if shared.any() else plain
+        self.plain.on_host, self.plain.leaf_of  # noqa: B018  # asked for while there is time
+
+    @cached_property
+    def kinds(self) -> Numbers:
+        """The kind of each: of a plain tensor that in `plain`, of a distributed one that in
+        `sharded`, counted from there on."""
+        return self.sharded.kinds_of(self.plain)
 
 
 class Others(NamedTuple):

@@ -154,8 +154,8 @@ class StatePlan:
 def kinds_of_pieces(
     plain: PlainTensors, sharded: ShardedLeaves, kinds: KindTable, boxes: int = 1
 ) -> tuple[Numbers, Numbers]:
-    """Of each piece, the kind of its leaf and that of its image, which has so many boxes if the
-    piece is not distributed."""
+    """Of each piece, the kind of its leaf and that of its image. `boxes` is the number of boxes of
+    an image that is not distributed."""
     of = sharded.kinds_of(plain)
     count = len(plain.kinds)
     found: Numbers = np.zeros((2, count + len(sharded.kinds)), np.int64)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import enum
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, Literal, Protocol
 
 import numpy as np
@@ -231,6 +231,15 @@ def finished(described: int | Finish, part: Callable[[int], m.TensorLeaf]) -> m.
 def is_plain(leaf: m.Leaf) -> bool:
     """Whether it is a value that every process has: no tensor, no type."""
     return isinstance(leaf, m.SizeLeaf) or (isinstance(leaf, m.ValueLeaf) and leaf.kind == "plain")
+
+
+def distributed_parts(leaf: m.Leaf) -> Iterator[m.DTensorLeaf | m.ShardedLeaf]:
+    """The distributed tensors that a leaf is, or is around."""
+    if isinstance(leaf, (m.DTensorLeaf, m.ShardedLeaf)):
+        yield leaf
+    elif isinstance(leaf, m.SubclassLeaf):
+        for part in (*leaf.parts, *leaf.context_leaves):
+            yield from distributed_parts(part)
 
 
 def check_buildable(leaf: m.Leaf) -> None:

@@ -105,7 +105,11 @@ def _fit_tensor(leaf: m.Leaf, into: torch.Tensor) -> Iterator[Fit]:
             _differ("kind", "a strided tensor", "a quantized tensor")
         yield from _fit_plain(leaf, into)
     elif isinstance(leaf, m.DTensorLeaf):
-        yield from _fit_dtensor(leaf, into)
+        if not t.is_dtensor(into):
+            _differ("kind", "a DTensor", _describe(into), SHARDED_TO_WHOLE)
+        _same("global shape", leaf.shape, tuple(into.shape))
+        _check_mesh(leaf, into)
+        yield from _fit_plain(leaf.local, t.dtensor_parts(into)[0])
     elif isinstance(leaf, m.ShardedLeaf):
         yield from _fit_sharded(leaf, into)
     elif isinstance(leaf, m.SparseLeaf):
@@ -143,14 +147,6 @@ def _fit_plain(part: m.TensorLeaf, into: torch.Tensor) -> Iterator[Fit]:
         _differ("kind", "a meta tensor, which has no values", "one with memory")
     if part.storage != -1:
         yield Fit(part, into)
-
-
-def _fit_dtensor(leaf: m.DTensorLeaf, into: torch.Tensor) -> Iterator[Fit]:
-    if not t.is_dtensor(into):
-        _differ("kind", "a DTensor", _describe(into), SHARDED_TO_WHOLE)
-    _same("global shape", leaf.shape, tuple(into.shape))
-    _check_mesh(leaf, into)
-    yield from _fit_plain(leaf.local, t.dtensor_parts(into)[0])
 
 
 def _check_mesh(leaf: m.DTensorLeaf, like: t.DTensor) -> None:

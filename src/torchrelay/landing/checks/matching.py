@@ -4,7 +4,6 @@ what objects that are filled in place leave out of it."""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
 
 from msgspec.structs import replace
 
@@ -108,7 +107,10 @@ def checked_in_place(
             name: tensor_of(item) if isinstance(item, int) else None
             for name, item in zip(names, branch.items, strict=True)
         }
-        wanted = partial(_takes, choice, path)
+
+        def wanted(name: str, at: Path = path) -> bool:
+            return choice.takes((*at, name))
+
         # Ranks whose trees differ may each have their own part of the names.
         left_out = set(held.object.check(offered, wanted, strict=strict and choice.exact))
         kept = [place for place, name in enumerate(names) if name not in left_out]
@@ -116,7 +118,3 @@ def checked_in_place(
             keys, items = (tuple(some[n] for n in kept) for some in (branch.keys, branch.items))
             tree = grafted(tree, {path: replace(branch, keys=keys, items=items)})
     return tree
-
-
-def _takes(choice: Selection, path: Path, name: str) -> bool:
-    return choice.takes((*path, name))

@@ -32,10 +32,6 @@ def alone(phase: str, act: Act) -> None:
     act()
 
 
-def _nothing() -> None:
-    """All bytes are in their places."""
-
-
 class StateLanding(Landing):
     """A landing of a whole state. It ends by `make`, then `end`; `commit` does both.
 
@@ -92,7 +88,7 @@ class StateLanding(Landing):
         return self.end()
 
     def end(
-        self, bring: Act = _nothing, together: Together = alone, watch: Watch = nullcontext
+        self, bring: Act = lambda: None, together: Together = alone, watch: Watch = nullcontext
     ) -> Landed:
         """After `make`: the state. `bring` fills the caller's own tensors, where they take bytes as
         they are. `together` raises on all ranks what one of them raises. Where it fails before a

@@ -115,7 +115,7 @@ class GatherReads:
         self._add_plain(plain)
         loads = np.zeros(len(self._union.joined.ranks), np.int64)
         np.add.at(loads, places[places >= 0], self._nbytes[plain])
-        numbers = self._union.tensors(share.sources[tensors])
+        numbers = share.sources[tensors] - self._union.joined.images
         self._union.check_values(numbers)
         owners = Owners(self._union, np.unique(numbers), loads, lost)
         group: Numbers = np.zeros(len(self._union.holders.tensors), np.int64)

@@ -89,10 +89,6 @@ class Union:
             tensors, NONE, images - begins[number]
         )
 
-    def tensors(self, images: Numbers) -> Numbers:
-        """The distributed tensor that each image is; below 0 for images of one rank."""
-        return images - self.joined.images
-
     def check_values(self, tensors: Numbers) -> None:
         """`MismatchError` for a tensor whose values are yet to be reduced over ranks."""
         for tensor in tensors[self.holders.partial[tensors]][:1].tolist():

@@ -8,19 +8,19 @@ that lies in files or on ranks.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence, Set
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
-import msgspec
 import numpy as np
 import torch
+from msgspec.structs import replace
 
 from torchrelay.errors import MismatchError
 from torchrelay.geometry.boxes import Box, Numbers
 from torchrelay.geometry.memo import Numbered
+from torchrelay.plan.description import PlainLayout
 from torchrelay.plan.outline import TensorRows, laid_over, outline, pruned
-from torchrelay.plan.plain import PlainTensors
 from torchrelay.plan.selection import Selection
-from torchrelay.plan.sharded import ShardedKind, ShardedLeaves
+from torchrelay.plan.sharded import ShardedKind
 from torchrelay.plan.share.leaves import (
     NONE,
     ODD,
@@ -47,26 +47,6 @@ PARTIAL = "a DTensor with a partial placement takes no value: redistribute it fi
 _none: Numbers = np.zeros(0, np.int64)
 _NOTHING = m.ValueLeaf("plain", None)  # in the place of leaves that are not wanted
 _HELD = (m.TensorLeaf, m.QuantizedLeaf, m.SparseLeaf, m.SubclassLeaf)
-
-
-class FittedShare(NamedTuple):
-    """A share as one destination takes it.
-
-    The leaves of `matched` are those of `record`. The leaves in `late` get their bytes by way of
-    whole images, which are not written to the destination as they are.
-    """
-
-    record: Record
-    matched: Matched
-    late: Set[int] = frozenset()
-
-
-class DestinationLayout(Protocol):
-    """The plain tensors of a destination that share no memory with each other, and the distributed
-    ones with a plain part here."""
-
-    plain: PlainTensors
-    sharded: ShardedLeaves
 
 
 class Twins(NamedTuple):
@@ -155,14 +135,21 @@ class RankShare:
     def fitted(
         self,
         leaves: Sequence[object],
-        layout: DestinationLayout,
+        layout: PlainLayout,
         matched: Matched,
         given: Mapping[int, torch.Tensor | None],
-    ) -> FittedShare:
+    ) -> tuple[Record, Matched, Set[int]]:
         """The share for the `leaves` of a destination. `given` has the leaves that are made for
-        objects, each with the tensor that it resembles."""
+        objects, each with the tensor that it resembles.
+
+        Returns the record, the pairs of its leaves with those here, and the leaves that get their
+        bytes by way of whole images, which are not written to the destination as they are.
+        """
         pairs = Pairs(matched, self._leaves)
-        kinds = _kinds_of(layout, len(leaves))[pairs.here]
+        kind_of: Numbers = np.full(len(leaves), NONE, np.int64)  # of distributed tensors here
+        numbers_here = layout.sharded.numbers
+        kind_of[[*numbers_here]] = [*numbers_here.values()]
+        kinds = kind_of[pairs.here]
         slow = self._several_parts(leaves, pairs, kinds)
         plain, some = np.flatnonzero((kinds == NONE) & ~slow), np.flatnonzero((kinds >= 0) & ~slow)
         numbers = LeafNumbers(self._leaves)
@@ -182,7 +169,7 @@ class RankShare:
         dropped = self._find_twins(pairs, leaves, alone)
         late = self._late(pairs, plain, leaves, alone)
         record = self._record(self.tree, numbers, late.union(whole.tolist()))
-        return FittedShare(record, pairs.matched(dropped), late)
+        return record, pairs.matched(dropped), late
 
     # Leaves that are not distributed here.
 
@@ -214,7 +201,7 @@ class RankShare:
             if strides is None and not part.offset and part.shape == kind.shape:
                 strides = kind.strides
             number = self._part(part.storage, WHOLE)
-            return msgspec.structs.replace(part, storage=number, strides=strides)
+            return replace(part, storage=number, strides=strides)
 
         return m.with_parts(undistributed(found), moved)
 
@@ -365,7 +352,15 @@ class RankShare:
         refs, images = np.unique(codes, return_inverse=True)
         self.sources, self.source_boxes = refs // wide, refs % wide - 1
         of_parts = images[len(leaves) :].tolist()
-        others = {leaf: _renumbered(found, of_parts) for leaf, found in self._others.items()}
+
+        def moved(part: m.TensorLeaf) -> m.TensorLeaf:
+            number = part.storage
+            return part if number < 0 else replace(part, storage=of_parts[number])
+
+        others = {
+            leaf: found if found is _NOTHING else m.with_parts(found, moved)
+            for leaf, found in self._others.items()
+        }
         for number, (_, _, path) in enumerate(self._twins):
             first, second = of_parts[len(self._parts) + 2 * number :][:2]
             self.twins.append(Twins(first, second, path))
@@ -391,24 +386,6 @@ class RankShare:
 
 
 _TENSOR = m.TensorLeaf("uint8", (), None, NONE)  # in the place of rows
-
-
-def _kinds_of(layout: DestinationLayout, leaves: int) -> Numbers:
-    """Of each leaf of a destination, its kind of distributed tensor, or -1."""
-    found: Numbers = np.full(leaves, NONE, np.int64)
-    numbers = layout.sharded.numbers
-    if numbers:
-        found[np.array([*numbers], np.int64)] = np.array([*numbers.values()], np.int64)
-    return found
-
-
-def _renumbered(leaf: m.Leaf, numbers: Sequence[int]) -> m.Leaf:
-    def moved(part: m.TensorLeaf) -> m.TensorLeaf:
-        if part.storage < 0:
-            return part
-        return msgspec.structs.replace(part, storage=numbers[part.storage])
-
-    return leaf if leaf is _NOTHING else m.with_parts(leaf, moved)
 
 
 def _is_settable(mine: object) -> bool:
