@@ -21,7 +21,6 @@ from torchrelay.landing.leaves import (
     check_leaf,
     check_records,
     copy_late,
-    late_copy,
     make_leaf,
     strides_of,
 )
@@ -37,6 +36,7 @@ from torchrelay.record.pause import gc_paused
 from torchrelay.record.rows import LeafRows
 from torchrelay.record.schema import Record
 from torchrelay.state import tensors as t
+from torchrelay.state.leaves import build
 from torchrelay.state.paths import LeafPaths, Path
 from torchrelay.state.tree import grafted, inside_records, unflatten
 
@@ -313,7 +313,13 @@ class ExistingTensors(StateLanding):
         self._made = self._new.make(self._owned_part)
         for whole, path in self._wholes.values():
             make_leaf(whole, path, held, rank)  # indices that point nowhere end here
-        self._copies = [late_copy(pair, held) for pair in self._late]
+        self._copies = [
+            (
+                pair.destination,
+                build(pair.leaf, held, 0) if isinstance(pair, ArrayFit) else held(pair.part),
+            )
+            for pair in self._late
+        ]
         into = self._into
         inside = {index: into.flat.leaves[here] for index, _, here in self._inside}
         for index, path, _ in self._remade():

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Container, Iterable, Sequence
-from typing import Any
 
 import numpy as np
 import torch
 
 from torchrelay.errors import UnsupportedLeafError
 from torchrelay.geometry.strides import contiguous_strides
-from torchrelay.landing.checks.fit import ArrayFit, Fit
 from torchrelay.record import manifest as m
 from torchrelay.state import tensors as t
 from torchrelay.state.leaves import Part, build, check_buildable
@@ -65,14 +63,6 @@ def without_bytes(part: m.TensorLeaf, device: torch.device | str = "cpu") -> tor
 
 def strides_of(part: m.TensorLeaf) -> tuple[int, ...]:
     return contiguous_strides(part.shape) if part.strides is None else part.strides
-
-
-def late_copy(
-    pair: Fit | ArrayFit, part: Part
-) -> tuple[torch.Tensor | np.ndarray[Any, Any], object]:
-    if isinstance(pair, ArrayFit):
-        return pair.destination, build(pair.leaf, part, 0)
-    return pair.destination, part(pair.part)
 
 
 def copy_late(destination: object, source: object) -> None:

@@ -124,7 +124,7 @@ class _Describer:
     def _add_group(self, owner: int, group: Group, some: Others, leaf_of: dict[int, int]) -> None:
         """One image for tensors over the same memory: all of it, or bytes that they are views
         of."""
-        first, layout = some.images.view(group.tickets[0]), group.layout
+        first, layout = some.images.views[group.tickets[0]], group.layout
         whole = layout is not None and layout.numel == prod(first.shape)
         if layout is not None and whole:
             low, strides = first.low, None if first.tensor.is_contiguous() else layout.strides
@@ -135,7 +135,7 @@ class _Describer:
             kind = self._kinds.image(ImageKind("uint8", (memory.numel(),), None, 0))
             entry = self._entry(owner, kind, memory, group.tickets[0])
         for ticket in group.tickets:
-            view = some.images.view(ticket)
+            view = some.images.views[ticket]
             strides = None if whole else view.kept_strides
             if ticket in leaf_of:
                 number = self._kinds.leaf(LeafKind(view.dtype, view.shape, strides, view.flags))
@@ -236,7 +236,7 @@ class _Describer:
             found = self._parts.get(ticket)
             if found is not None:
                 return replace(found, storage=int(place[found.storage]))
-            view = some.images.view(ticket)
+            view = some.images.views[ticket]
             flags = view.flags & ~m.ON_DEVICE  # a tensor at rest is on none
             return m.TensorLeaf(view.dtype, view.shape, view.kept_strides, -1, 0, flags)
 

@@ -98,14 +98,14 @@ PART, LEAF, SHARDED = -2, -1, 0
 
 
 class Images:
-    """Collects tensors, then says how their bytes are laid out.
+    """Collects tensors as `views`, by ticket, then says how their bytes are laid out.
 
     Plain tensors that reach into no other do not come here: those are `Pieces`.
     """
 
     def __init__(self) -> None:
-        self._views: list[View] = []
-        self._where: list[ImagePlace] = []
+        self.views: list[View] = []
+        self.places: list[ImagePlace] = []
         self._by_key: dict[Key, list[int]] = {}
         self._seen: list[int] = []  # those whose addresses say whether they share memory
 
@@ -114,13 +114,13 @@ class Images:
         where its memory is that of others."""
         if tensor.dim() > m.MAX_DIMS:
             raise UnsupportedLeafError(f"{tensor.dim()} dimensions, the cap is {m.MAX_DIMS}")
-        ticket = len(self._views)
+        ticket = len(self.views)
         shape, strides, size = tuple(tensor.shape), tensor.stride(), tensor.element_size()
         dtype, flags = NAMES[tensor.dtype], flags_of(tensor)
         nbytes = extent(shape, strides) * size
         if nbytes == 0 or tensor.is_meta:
             flags |= m.META if tensor.is_meta else 0 if tensor.is_cpu else m.ON_DEVICE
-            self._views.append(View(tensor, shape, strides, size, 0, 0, dtype, flags, 0))
+            self.views.append(View(tensor, shape, strides, size, 0, 0, dtype, flags, 0))
             return ticket
         if tensor.is_contiguous():
             strides = contiguous_strides(shape)  # torch lets those of size-1 dimensions be anything
@@ -133,11 +133,11 @@ class Images:
         elif host or tensor.is_cuda:
             self._seen.append(ticket)
         self._by_key.setdefault(key, []).append(ticket)
-        self._views.append(View(tensor, shape, strides, size, low, low + nbytes, dtype, flags, key))
+        self.views.append(View(tensor, shape, strides, size, low, low + nbytes, dtype, flags, key))
         return ticket
 
     def __len__(self) -> int:
-        return len(self._views)
+        return len(self.views)
 
     @property
     def origins(self) -> list[int]:
@@ -151,7 +151,7 @@ class Images:
     @property
     def spans(self) -> tuple[Column, Column]:
         """Where the memory begins and ends that tensors here may share with others."""
-        views = [self._views[ticket] for ticket in self._seen]
+        views = [self.views[ticket] for ticket in self._seen]
         lows, highs = [view.low for view in views], [view.high for view in views]
         return np.array(lows, np.uint64), np.array(highs, np.uint64)
 
@@ -163,7 +163,7 @@ class Images:
             return self._by_key
         home = {key: key for key in self._by_key}
         for group in overlapping(list(zip(lows.tolist(), highs.tolist(), strict=True))):
-            first, *rest = {_home(home, self._views[self._seen[n]].key) for n in group}
+            first, *rest = {_home(home, self.views[self._seen[n]].key) for n in group}
             home.update(dict.fromkeys(rest, first))
         found: dict[Key, list[int]] = {}
         for key, tickets in self._by_key.items():
@@ -175,31 +175,23 @@ class Images:
         """The first ticket in each image."""
         return [min(tickets) for tickets in self._storages.values()]
 
-    @property
-    def tensors(self) -> list[torch.Tensor]:
-        """The tensors that were taken in, by ticket."""
-        return [view.tensor for view in self._views]
-
-    def view(self, ticket: int) -> View:
-        return self._views[ticket]
-
     def groups(self) -> Iterator[Group]:
         """The tensors that have bytes, by the memory that they share."""
         for tickets in self._storages.values():
             yield from self._groups(tickets)
 
     def _groups(self, tickets: list[int]) -> Iterator[Group]:
-        spans = [(self._views[ticket].low, self._views[ticket].high) for ticket in tickets]
+        spans = [(self.views[ticket].low, self.views[ticket].high) for ticket in tickets]
         for found in overlapping(spans):
             group = sorted(tickets[index] for index in found)
-            first = self._views[group[0]]
-            alike = all(self._views[ticket].within(0) == first.within(0) for ticket in group[1:])
+            first = self.views[group[0]]
+            alike = all(self.views[ticket].within(0) == first.within(0) for ticket in group[1:])
             yield Group(group, packed(first.shape, first.strides) if alike else None)
 
     def memory(self, tickets: Sequence[int]) -> tuple[int, torch.Tensor]:
         """Where the common extent of tensors begins, and its bytes, with zeros in place of those
         that none of them touches."""
-        views = [self._views[ticket] for ticket in tickets]
+        views = [self.views[ticket] for ticket in tickets]
         first = min(views, key=lambda view: view.low)
         largest = max(views, key=lambda view: view.itemsize)
         low = first.low - (first.low - largest.low) % largest.itemsize  # so that each stays aligned
@@ -221,11 +213,11 @@ class Images:
         return low, memory if mask is None else memory * mask.to(memory.device)
 
     def resolve(self, roles: Sequence[int], sharded: Sequence[ShardedKind]) -> list[Image]:
-        """The images, by storage in order of first use. After this `place` can be asked.
+        """The images, by storage in order of first use. After this, `places` has them by ticket.
 
         `roles` has what each tensor is to the state, `sharded` the kinds of distributed ones.
         """
-        self._where = [NOWHERE] * len(self._views)
+        self.places = [NOWHERE] * len(self.views)
         images: list[Image] = []
         for storage, tickets in enumerate(self._storages.values()):
             end = 0
@@ -241,13 +233,13 @@ class Images:
         self, group: Group, number: int, roles: set[int], sharded: Sequence[ShardedKind]
     ) -> tuple[ImageKind, str, Region]:
         tickets, layout = group
-        first = self._views[tickets[0]]
+        first = self.views[tickets[0]]
         device = "cpu" if isinstance(first.key, int) else first.key[0]
         if layout is None:
             low, memory = self.memory(tickets)
             for ticket in tickets:
-                view = self._views[ticket]
-                self._where[ticket] = ImagePlace(
+                view = self.views[ticket]
+                self.places[ticket] = ImagePlace(
                     number, view.low - low, view.kept_strides, whole=False
                 )
             region = Region(memory, (memory.numel(),), (1,), (0,))
@@ -267,16 +259,12 @@ class Images:
             found = ImageKind("uint8", (region.nbytes,))
         place = ImagePlace(number, 0, None if whole else strides, whole)
         for ticket in tickets:
-            self._where[ticket] = place
+            self.places[ticket] = place
         return found, device, region
-
-    def place(self, ticket: int) -> ImagePlace:
-        """Where a tensor lies."""
-        return self._where[ticket]
 
     def leaf(self, ticket: int, numbers: Sequence[int]) -> m.TensorLeaf:
         """The record of a tensor. `numbers` has the number of each image in the state's record."""
-        view, place = self._views[ticket], self._where[ticket]
+        view, place = self.views[ticket], self.places[ticket]
         if place.image < 0:
             return m.TensorLeaf(view.dtype, view.shape, view.kept_strides, -1, 0, view.flags)
         image = numbers[place.image]

@@ -27,7 +27,7 @@ _Tensor = torch.Tensor
 _TYPES = frozenset((torch.Tensor, torch.nn.Parameter))
 _data_ptr, _size = _Tensor.data_ptr, _Tensor.size
 _storage_offset: Any = _Tensor.storage_offset
-ITEMSIZE, NBYTES = 3, 4  # fields of a `TensorKind`
+_SAMPLE = 16  # one tensor of that many is looked at before a guess
 
 
 class TensorKind(NamedTuple):
@@ -77,16 +77,11 @@ class PlainTensors:
         """The addresses, as a column."""
         return np.array(self.addresses, np.uint64)
 
-    def each(self, field: int) -> Column:
-        """A number that is a field of `TensorKind`, of each tensor."""
-        table: Column = np.array([kind[field] for kind in self.kinds], np.uint64)
-        column: Column = table[self.kind_of]
-        return column
-
     @cached_property
     def nbytes(self) -> Column:
         """The bytes of each."""
-        return self.each(NBYTES)
+        table: Column = np.array([kind.nbytes for kind in self.kinds], np.uint64)
+        return table[self.kind_of]
 
     @cached_property
     def on_host(self) -> np.ndarray[Any, np.dtype[np.bool_]]:
@@ -100,7 +95,8 @@ class PlainTensors:
         """The address at which the storage of each starts."""
         if not any(self.offsets):
             return self.address_of
-        return self.address_of - np.array(self.offsets, np.uint64) * self.each(ITEMSIZE)
+        sizes = np.array([kind.itemsize for kind in self.kinds], np.uint64)
+        return self.address_of - np.array(self.offsets, np.uint64) * sizes[self.kind_of]
 
     def of(self, leaves: Sequence[Any]) -> Sequence[Any]:
         """The plain ones of these leaves."""
@@ -201,14 +197,18 @@ class _KindNumbers:
             if like.holds(some):
                 return np.full(count, number)
         traits: list[Sequence[object]] = [list(map(type, some)), list(map(_size, some))]
-        for more in (), ("dtype", "requires_grad"):  # mostly the first two tell them apart
-            traits += [[getattr(one, name) for one in some] for name in more]
+        numbers = self._by(some, traits)
+        if numbers is not None and any(
+            one.dtype is not self._firsts[n].dtype
+            or one.requires_grad != self._firsts[n].requires_grad
+            for n, one in zip(numbers[::_SAMPLE], some[::_SAMPLE], strict=True)
+        ):
+            traits += [[one.dtype for one in some], [one.requires_grad for one in some]]
             numbers = self._by(some, traits)
-            if numbers is None:
-                return None
-            if Like([self._firsts[n] for n in numbers]).holds(some):
-                return np.array(numbers, np.int64)
-        return None
+        if numbers is None:
+            return None
+        like = Like([self._firsts[n] for n in numbers])
+        return np.array(numbers, np.int64) if like.holds(some) else None
 
     def of_one(self, tensor: Any) -> int:
         """The kind of any tensor, by number; -1 if it is not plain."""

@@ -115,7 +115,7 @@ class Snapshot(Sendable):
         self._plan = planned
         self._others = others
         self._plain = planned.pieces.plain.of(sharded.local_leaves(flat.leaves))
-        self._versions = versions, versions_of(others.images.tensors)
+        self._versions = versions, self._other_versions()
         self._images = dict(zip(planned.other_numbers, planned.others, strict=True))
         self.stream = self._memory()
 
@@ -161,8 +161,11 @@ class Snapshot(Sendable):
         images = self._plan.piece_images.tolist()
         return {image: piece for piece, image in enumerate(images)}
 
+    def _other_versions(self) -> list[int]:
+        return versions_of([view.tensor for view in self._others.images.views])
+
     def changed(self) -> str | None:
-        now = versions_of(self._plain), versions_of(self._others.images.tensors)
+        now = versions_of(self._plain), self._other_versions()
         if now == self._versions:
             return None
         owners = (self._plan.pieces.plain.leaves, self._others.owners)

@@ -201,7 +201,7 @@ class _OddRows:
 
     def _add(self, leaf: int, ticket: int, role: int) -> bool:
         """Have a leaf in a row; whether it can be."""
-        view, place = self._some.images.view(ticket), self._some.images.place(ticket)
+        view, place = self._some.images.views[ticket], self._some.images.places[ticket]
         if view.flags & m.META or (role >= SHARDED and place.image >= 0 and not place.whole):
             return False
         image = place.image

@@ -14,6 +14,7 @@ from typing import Any, Literal, Protocol
 
 import numpy as np
 import torch
+from msgspec.structs import replace
 
 from torchrelay.errors import RelayError, UnsupportedLeafError
 from torchrelay.geometry.strides import contiguous_strides
@@ -136,18 +137,25 @@ def _plain_part(tensor: torch.Tensor, what: str, add: Add) -> int:
 
 
 def _dtensor(leaf: t.DTensor, add: Add) -> Finish:
-    local, spec = t.dtensor_parts(leaf)
-    ticket = _plain_part(local, "the local part of a DTensor", add)
+    ticket = _plain_part(t.dtensor_parts(leaf)[0], "the local part of a DTensor", add)
+    flags = t.flags_of(leaf) & (m.REQUIRES_GRAD | m.PARAMETER)
+    found = dtensor_leaf(leaf, m.TensorLeaf("", (), None, -1), flags)
+    return lambda part: replace(found, local=part(ticket))
+
+
+def dtensor_leaf(tensor: t.DTensor, local: m.TensorLeaf, flags: int = 0) -> m.DTensorLeaf:
+    """The record of a DTensor around that of its local part."""
+    _, spec = t.dtensor_parts(tensor)
     coordinate = spec.mesh.get_coordinate()
-    facts: dict[str, Any] = {
-        "mesh": mesh_record(spec.mesh),
-        "placements": tuple(t.placement_record(p) for p in spec.placements),
-        "shape": tuple(leaf.shape),
-        "strides": tuple(leaf.stride()),
-        "coordinate": None if coordinate is None else tuple(coordinate),
-        "flags": t.flags_of(leaf) & (m.REQUIRES_GRAD | m.PARAMETER),
-    }
-    return lambda part: m.DTensorLeaf(part(ticket), **facts)
+    return m.DTensorLeaf(
+        local,
+        mesh_record(spec.mesh),
+        tuple(map(t.placement_record, spec.placements)),
+        tuple(tensor.shape),
+        tuple(tensor.stride()),
+        None if coordinate is None else tuple(coordinate),
+        flags,
+    )
 
 
 def _sharded(leaf: t.ShardedTensor, add: Add) -> Finish:

@@ -10,7 +10,7 @@ is filled in place as modules are.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -125,9 +125,11 @@ def flatten_objects(state: object) -> tuple[Flat, Objects]:
         wrapped = WrappedState.of(value, state) if isinstance(value, torch.nn.Module) else None
         bare = state if wrapped is None else wrapped.bare
         found = objects[path] = StatefulObject(value, bare, wrapped)
-        if found.in_place:
-            objects.update(((*path, key), held) for key, held in _extra_states(found.state))
-        return found.state
+        for key in bare if found.in_place and isinstance(bare, dict) else ():
+            if isinstance(key, str) and key.rpartition(".")[2] == _EXTRA_STATE:
+                inside = *path, key
+                objects[inside] = StatefulObject(ExtraState(bare, key), bare[key])
+        return bare
 
     flat = flatten(state, opened)
     _strip_parameter_names(flat, objects)
@@ -148,14 +150,6 @@ def _strip_parameter_names(flat: Flat, objects: Objects) -> None:
         for below, leaf in () if groups is None else slots(groups):
             if below[1:2] == ("param_names",):
                 flat.leaves[leaf] = names.get(flat.leaves[leaf], flat.leaves[leaf])
-
-
-def _extra_states(states: Any) -> Iterator[tuple[str, StatefulObject]]:
-    """By their keys in a module's state dict."""
-    for key in states if isinstance(states, dict) else ():
-        if isinstance(key, str) and key.rpartition(".")[2] == _EXTRA_STATE:
-            extra = ExtraState(states, key)
-            yield key, StatefulObject(extra, extra.state_dict())
 
 
 def _is_stateful(value: object) -> bool:

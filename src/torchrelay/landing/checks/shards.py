@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from math import prod
-from typing import Literal
+from typing import Literal, cast, get_args
 
 from torchrelay.errors import MismatchError, UsageError
 from torchrelay.record import manifest as m
@@ -16,14 +16,13 @@ from torchrelay.state.tree import show
 # "own": this rank's own part by the sender's mesh. "replica": also where this rank is not in that
 # mesh, so that the sender may be its counterpart in another replica. "as_sent": any.
 Shards = Literal["own", "replica", "as_sent"]
-SHARDS = ("own", "replica", "as_sent")
+SHARDS = get_args(Shards)
 
 
 def check_choice(shards: str) -> Shards:
-    for known in SHARDS:
-        if shards == known:
-            return known  # type: ignore[return-value]
-    raise UsageError(f"shards is one of {', '.join(map(repr, SHARDS))}, not {shards!r}")
+    if shards not in SHARDS:
+        raise UsageError(f"shards is one of {', '.join(map(repr, SHARDS))}, not {shards!r}")
+    return cast(Shards, shards)
 
 
 def check_shards(leaf: m.Leaf, path: Iterable[object], shards: Shards) -> None:

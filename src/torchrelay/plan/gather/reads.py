@@ -91,9 +91,8 @@ class _Collected:
 
 
 class GatherReads:
-    """The reads that fill the images of a share, whose record is `record`; `by_rank` has them by
-    the place of the rank. `only` has the images to fill, by default all; `lost` the
-    places of ranks that are not asked.
+    """The reads that fill some images of a share, `only` these, whose record is `record`; `by_rank`
+    has them by the place of the rank. `lost` has the places of ranks that are not asked.
 
     `MismatchError` names a tensor that the ranks do not have all of.
     """
@@ -103,13 +102,12 @@ class GatherReads:
         union: Union,
         share: RankShare,
         record: Record,
-        only: Numbers | None = None,
+        only: Numbers,
         lost: Collection[int] = (),
     ) -> None:
         self._share, self._union, self._nbytes = share, union, record.box_bytes
         self._found: dict[int, _Collected] = {}
-        images = np.arange(record.images) if only is None else only
-        images = images[self._nbytes[images] > 0]
+        images = only[self._nbytes[only] > 0]
         places, _ = self._union.rank_images(share.sources[images])
         plain, tensors = images[places >= 0], images[places < 0]
         self._add_plain(plain)

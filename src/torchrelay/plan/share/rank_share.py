@@ -36,9 +36,9 @@ from torchrelay.record.kinds import KindTable
 from torchrelay.record.rows import LeafRows, Marks
 from torchrelay.record.schema import ImageKind, Record
 from torchrelay.state import tensors as t
+from torchrelay.state.leaves import dtensor_leaf
 from torchrelay.state.local_parts import LocalBoxes, local_parts
 from torchrelay.state.matching import Matched
-from torchrelay.state.meshes import mesh_record
 from torchrelay.state.objects import OfferedTensor
 from torchrelay.state.paths import LeafPaths
 from torchrelay.state.tree import check_types, show, slots
@@ -287,15 +287,7 @@ class RankShare:
         if any(placement.is_partial() for placement in spec.placements):
             raise MismatchError(PARTIAL, path=path)
         whole = locals_[0] if locals_ else m.TensorLeaf(dtype, tuple(local.shape), None, NONE)
-        coordinate = spec.mesh.get_coordinate()
-        return m.DTensorLeaf(
-            whole,
-            mesh_record(spec.mesh),
-            tuple(map(t.placement_record, spec.placements)),
-            shape,
-            tuple(mine.stride()),
-            None if coordinate is None else tuple(coordinate),
-        )
+        return dtensor_leaf(mine, whole)
 
     def _add_given(self, given: Mapping[int, torch.Tensor | None], numbers: LeafNumbers) -> Numbers:
         """Leaves that are made for objects: distributed as the tensors that they resemble, where
