@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import msgspec
 import torch
 
+from torchrelay.arguments import items_of
 from torchrelay.checkpointer.loading import Loading
 from torchrelay.checkpointer.selection import check_include, with_savers
 from torchrelay.coordination.call import Call
@@ -33,7 +34,6 @@ from torchrelay.errors import (
     TornStateError,
     UsageError,
 )
-from torchrelay.items import items_of
 from torchrelay.landing.commit.ending import TORN
 from torchrelay.landing.options import LandingOptions, checked_device
 from torchrelay.landing.places import Landed

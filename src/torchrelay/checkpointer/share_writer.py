@@ -234,7 +234,7 @@ class ShareWriter:
         """In a child of a fork: forget memory and process, which stay the parent's."""
         self.process.detach_after_fork()
         if self._arena is not None:
-            self._arena.forsake()
+            self._arena.detach_after_fork()
             self._arena = None
 
     def close(self) -> None:

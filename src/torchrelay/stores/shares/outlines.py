@@ -18,7 +18,6 @@ from torchrelay.geometry.boxes import Numbers
 from torchrelay.plan.stored import Names
 from torchrelay.record.kinds import KindTable
 from torchrelay.record.manifest import Leaf, TensorLeaf, parts, with_parts
-from torchrelay.record.numbers import pack_column
 from torchrelay.record.rows import LeafRows
 from torchrelay.record.schema import (
     ImageKind,
@@ -27,6 +26,7 @@ from torchrelay.record.schema import (
     RankDifference,
     Record,
     column_of,
+    pack_column,
 )
 
 _encode = msgspec.msgpack.Encoder(enc_hook=pack_column).encode
