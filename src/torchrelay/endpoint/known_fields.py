@@ -20,7 +20,7 @@ class KnownFields:
 
     def of(self, share: Share) -> list[list[Field]]:
         if self._last is None or self._last[0] is not share.layouts:
-            entries = share.contents.all_entries()
+            entries = share.contents.entries
             self._last = share.layouts, [_fields(file, entries) for file in share.layouts]
         return self._last[1]
 

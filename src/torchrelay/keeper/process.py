@@ -17,9 +17,8 @@ from torchrelay.endpoint.server import messages as m
 from torchrelay.endpoint.server.admission import user_of
 from torchrelay.errors import EndpointError, UsageError
 from torchrelay.keeper.server import messages as k
-from torchrelay.stores.writer.child_process import ChildProcess
+from torchrelay.stores.writer.child_process import ChildProcess, launch
 from torchrelay.stores.writer.frames import exchange, has_hung_up
-from torchrelay.stores.writer.launch import launch
 
 ASK_SECONDS = 5.0
 PROGRAM = "torchrelay.keeper.server.start"
@@ -130,7 +129,7 @@ class KeeperProcess:
 
     def __init__(self, name: KeeperName, join: k.JoinKeeper) -> None:
         self.link = ServerLink(KeeperSocket(name), _answer, "the keeper")
-        self._join = join
+        self.join = join
         self.joined: k.Joined | None = None
 
     def start(self, timeout: float) -> bool:
@@ -140,7 +139,7 @@ class KeeperProcess:
             return False
         while True:
             try:
-                self.joined = self.link.ask(self._join, k.Joined, deadline.left())
+                self.joined = self.link.ask(self.join, k.Joined, deadline.left())
                 return True
             except EndpointError as fault:
                 if "refused" in fault.message:
@@ -152,10 +151,6 @@ class KeeperProcess:
                     raise
             time.sleep(_PAUSE)  # one that was just about to end
             self.link.start(deadline)
-
-    def know_token(self, token: str) -> None:
-        """Use a token when a keeper is started again."""
-        self._join.listen.token = token
 
 
 def ask(name: KeeperName, request: k.KeeperRequest) -> k.KeeperAnswer | None:
