@@ -20,7 +20,7 @@ from torchrelay.endpoint.front import Endpoint
 from torchrelay.endpoint.server.device_steps import MOST_SLOTS, DeviceSteps
 from torchrelay.endpoint.server.messages import FinishPublish, ShowDevice, StepRecord, Volume
 from torchrelay.errors import PeerLostError, UsageError
-from torchrelay.plan.stream import Stream
+from torchrelay.plan.region import Stream
 from torchrelay.record.digest import digest
 from torchrelay.sources import device_source, lent_device
 from torchrelay.sources.connection import Host

@@ -14,7 +14,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 import torchrelay as tr
-from torchrelay.plan.stream import Stream
+from torchrelay.plan.region import Stream
 from torchrelay.record.digest import digest
 from torchrelay.stores.dcp import Writer
 from torchrelay.stores.local.files import Files

@@ -15,15 +15,16 @@ import torch
 
 from torchrelay.geometry.runs import Moves, copy_one_by_one, moves
 from torchrelay.landing import inplace
+from torchrelay.landing.options import LandingOptions
 from torchrelay.landing.seam import land
-from torchrelay.landing.workspace import PlainWorkspace
+from torchrelay.landing.workspace import Workspace
 from torchrelay.plan.plain import PlainTensors
 from torchrelay.plan.snapshot import Snapshot, capture
 
 HOST = torch.device("cpu")
 
 
-class ByAddress(PlainWorkspace):
+class ByAddress(Workspace):
     """What a pool with kernels does."""
 
     def __init__(self, able: bool = True) -> None:
@@ -133,5 +134,25 @@ def test_a_strided_tensor_beside_plain_ones_lands_too(
         data = torch.empty(size, dtype=torch.uint8)
         snapshot.read(chunk, data)
         landing.write(chunk, data)
+    landing.commit()
+    assert same(into, state)
+
+
+@pytest.mark.parametrize("atomic", [True, False])
+def test_views_of_one_image_may_go_to_plain_and_to_strided_tensors(
+    atomic: bool, request: pytest.FixtureRequest
+) -> None:
+    base = torch.arange(12)
+    state = {"plain": base[:8], "strided": base[4:]}
+    snapshot = capture(state, step=1)
+    request.getfixturevalue("on_device")
+    into = {"plain": torch.zeros(8, dtype=torch.int64)}
+    into["strided"] = torch.zeros(16, dtype=torch.int64)[::2]
+    landing = land(snapshot.record, into, LandingOptions(atomic=atomic), ByAddress())
+    taken = landing.places().indirect
+    assert atomic or taken == {0}  # both tensors take bytes of the chunk
+    data = torch.empty(landing.chunks.sizes[0], dtype=torch.uint8)
+    snapshot.read(0, data)
+    landing.write(0, data)
     landing.commit()
     assert same(into, state)

@@ -24,8 +24,7 @@ from torchrelay.landing.gathering import GatherPlan, PartLanding, plan_gather
 from torchrelay.landing.options import LandingOptions
 from torchrelay.landing.seam import land
 from torchrelay.plan.gather.owners import _shared_out
-from torchrelay.plan.part import SnapshotPart
-from torchrelay.plan.snapshot import Snapshot, capture
+from torchrelay.plan.snapshot import Snapshot, SnapshotPart, capture
 from torchrelay.record import manifest as m
 from torchrelay.record.encoding import decode
 from torchrelay.record.meshes import local_box, mesh_of

@@ -159,7 +159,7 @@ def test_sizes_that_are_nothing_or_too_much() -> None:
     with pytest.raises(MemoryError):
         pool.take([1 << 62])
     with pytest.raises(MismatchError, match="no memory"):
-        Pooled(pool).room([1 << 62])
+        Pooled(pool).buffers([1 << 62])
     assert pool.take([BIG])[0].numel() == BIG
 
 
@@ -194,8 +194,8 @@ def test_several_threads() -> None:
 def test_small_pieces_and_other_devices_are_torchs() -> None:
     pool = Pool(1 << 30)
     means = Pooled(pool)
-    assert means.room([BIG], "meta") is None
-    assert Pooled(None).room([BIG]) is None
+    assert means.stage(BIG, "meta").is_meta
+    assert Pooled(None).buffers([BIG]) is None
     small, large = means.stage(LARGE_BYTES - 1), means.stage(LARGE_BYTES)
     assert (small.numel(), large.numel()) == (LARGE_BYTES - 1, LARGE_BYTES)
     del small

@@ -17,8 +17,9 @@ from tests.support.states import assert_same
 from tests.support.trips import trip
 from torchrelay.errors import UnsupportedLeafError
 from torchrelay.landing.destination import PreparedDestination, prepare, split
+from torchrelay.landing.options import LandingOptions
+from torchrelay.landing.pairing import Pairing
 from torchrelay.landing.seam import land
-from torchrelay.plan.selection import Selection
 from torchrelay.plan.snapshot import Snapshot, capture
 from torchrelay.record import manifest as m
 from torchrelay.record.encoding import decode, encode
@@ -226,7 +227,8 @@ def test_columns_are_split_as_leaves_one_by_one(names: list[str], offer: bool) -
     source, into = (changed_state(names), build())[:: 1 if offer else -1]
     snapshot, destination = capture(source), prepare(into)
     rows = LeafRows(snapshot.record)
-    matched, _ = destination.match(rows.tree, Selection(), strict=False)
+    options = LandingOptions(strict=False)
+    matched = Pairing(rows.tree, destination, options, lambda leaf: None).matched
     pieces, rest = one_by_one(matched.pairs, rows, destination, snapshot.chunks)
     for pairs in (matched, Matched(matched.pairs, [], [])):
         straight, left = split(pairs, rows, destination.layout, snapshot.chunks)

@@ -279,7 +279,6 @@ class Loader:
                 with watch("fetch"):
                     files.prepare(load.wanted())
             with watch("verify"):
-                load.compare_twins()
                 if request.checked_first:
                     # It reads into memory of its own, so it can be left behind.
                     bounded(load.check, deadline.early(), "read the step", file=files.url)

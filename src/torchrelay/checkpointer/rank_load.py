@@ -24,7 +24,7 @@ from torchrelay.landing.seam import land_share
 from torchrelay.landing.workspace import Workspace
 from torchrelay.plan.reads import BoxRead, Portion, plan_reads
 from torchrelay.plan.region import Region
-from torchrelay.plan.share.pairs import WHOLE
+from torchrelay.plan.share.leaves import WHOLE
 from torchrelay.plan.share.rank_share import RankShare
 from torchrelay.plan.stored import Shard, StoredTensors
 from torchrelay.record.dtypes import itemsize
@@ -135,10 +135,10 @@ class RankLoad:
 
     def wanted(self) -> Iterator[WantedBox]:
         """Everything that is going to be read of the step."""
-        twins = (image for *images, _ in self._share.twins for image in images)
-        for image in dict.fromkeys([*self._wanted, *twins]):
+        for image in dict.fromkeys(self._wanted):
             portion = self._portion(image)
-            for read in _all_of(portion, _empty(portion, "meta")):
+            dtype = t.dtype_named(portion.tensor.dtype)
+            for read in _all_of(portion, torch.empty(portion.box[1], dtype=dtype, device="meta")):
                 name = self._record.volumes[read.shard.file].name
                 size = itemsize(portion.tensor.dtype)
                 shard = read.shard
@@ -183,28 +183,18 @@ class RankLoad:
             for wave in (*new, *own):
                 self._fetch(wave).check()
 
-    def compare_twins(self) -> None:
-        """Raise `MismatchError` where a tensor of the destination would have to hold two values."""
-        for *images, path in self._share.twins:
-            first, second = map(self._portion, images)
-            if not torch.equal(self._bits_of(first), self._bits_of(second)):
+    def make(self, *, verify: bool) -> None:
+        """Read new tensors, and compute everything that will be the caller's. `MismatchError`
+        where a tensor of the destination would have to hold two values."""
+        self._read(self._planned()[0], verify, own=False)
+        for first, second, path in self._share.twins:
+            if not torch.equal(self._landing.bytes_of(first), self._landing.bytes_of(second)):
                 raise MismatchError(
                     "tied to another tensor here, and saved with another value than "
-                    f"{first.tensor.name}: untie them, or load one of them with include=",
+                    f"{self._portion(first).tensor.name}: untie them, or load one of them with "
+                    "include=",
                     path=path,
                 )
-
-    def _bits_of(self, portion: Portion) -> torch.Tensor:
-        whole = _empty(portion, "cpu")
-        reads = list(_all_of(portion, whole))
-        for wave in waves(reads):
-            self.within(self._fetch(wave).land)
-            wave.finish()
-        return t.raw_of(whole)
-
-    def make(self, *, verify: bool) -> None:
-        """Read new tensors, and compute everything that will be the caller's."""
-        self._read(self._planned()[0], verify, own=False)
         self._landing.make()
 
     def end(
@@ -288,8 +278,3 @@ def _check_room(portion: Portion, room: int) -> None:
 
 def _all_of(portion: Portion, place: torch.Tensor) -> Iterable[BoxRead]:
     return plan_reads(portion.tensor, portion.box, place)
-
-
-def _empty(portion: Portion, device: str) -> torch.Tensor:
-    dtype = t.dtype_named(portion.tensor.dtype)
-    return torch.empty(portion.box[1], dtype=dtype, device=device)

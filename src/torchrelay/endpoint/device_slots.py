@@ -24,8 +24,7 @@ from torchrelay.memory.gpu.side import on_side_stream, side_stream
 from torchrelay.memory.gpu.spare import room_beside_training
 from torchrelay.memory.gpu.volumes import split_by_volume, table_of_volumes
 from torchrelay.parts.fields import Field
-from torchrelay.plan.region import Region
-from torchrelay.plan.stream import Stream
+from torchrelay.plan.region import Region, Stream
 from torchrelay.sources.lent_memory import DeviceExport
 from torchrelay.stores.shares.share import Share
 from torchrelay.stores.writer.file_writer import host_view

@@ -15,7 +15,6 @@ Numbers = np.ndarray[Any, np.dtype[np.int64]]
 
 MAX_COMPARISONS = 1 << 20  # of edges, beyond those that a grid of its boxes takes
 _GRID = 64  # boxes side by side that a box may be compared with at no charge
-_FEW = 4  # boxes that are compared one by one
 _MANY = 256  # boxes that are not compared all with all
 
 
@@ -36,25 +35,25 @@ class Comparisons:
         dims = range(len(boxes[0][0]))
         if not dims:
             return True
-        if _FEW < len(boxes) <= _MANY:
-            return _any_meet(np.array(boxes, np.int64))
+        columns = np.array(boxes, np.int64)
+        if len(boxes) <= _MANY:
+            low, high = columns[:, 0], columns.sum(1)
+            meet = ((low[:, None] < high[None]) & (low[None] < high[:, None])).all(2)
+            return int(meet.sum()) > len(boxes)  # each meets itself
         # Along the dimension with the most cuts, few boxes lie side by side.
         dim = max(dims, key=lambda d: _cuts([box[0][d] for box in boxes]))
         boxes.sort(key=lambda box: box[0][dim])
+        columns = np.array(boxes, np.int64)
         beside: list[int] = []
-        columns = np.array(boxes, np.int64) if len(boxes) > _FEW else None
-        for number, (offsets, sizes) in enumerate(boxes):
+        for number, (offsets, _) in enumerate(boxes):
             start = offsets[dim]
             beside = [n for n in beside if boxes[n][0][dim] + boxes[n][1][dim] > start]
             self._left -= max(len(beside) - _GRID, 0) * len(dims)
             if self._left < 0:
                 raise ManifestError("shards that are cut in too many ways")
-            if columns is not None and len(beside) > _FEW:
-                low, size = columns[beside, 0], columns[beside, 1]
-                apart = (low >= columns[number].sum(0)) | (low + size <= columns[number, 0])
-                if not apart.any(1).all():
-                    return True
-            elif any(_meet((offsets, sizes), boxes[other]) for other in beside):
+            low, size = columns[beside, 0], columns[beside, 1]
+            apart = (low >= columns[number].sum(0)) | (low + size <= columns[number, 0])
+            if not apart.any(1).all():
                 return True
             beside.append(number)
         return False
@@ -140,13 +139,3 @@ def _cuts(offsets: list[int]) -> int:
     """How many different ones there are. Numbers of a peer are better sorted than hashed."""
     offsets.sort()
     return sum(map(ne, offsets, offsets[1:]))
-
-
-def _any_meet(boxes: Numbers) -> bool:
-    low, high = boxes[:, 0], boxes.sum(1)
-    meet = ((low[:, None] < high[None]) & (low[None] < high[:, None])).all(2)
-    return int(meet.sum()) > len(boxes)  # each meets itself
-
-
-def _meet(one: Box, other: Box) -> bool:
-    return all(a < b + m and b < a + n for a, n, b, m in zip(*one, *other, strict=True))

@@ -110,7 +110,7 @@ class Chunks:
         # Where each image starts in the stream, and each chunk.
         sizes = _aligned(nbytes)
         self.places: Column = (np.cumsum(sizes) - sizes).astype(np.uint64)
-        self.rooms: Column = sizes.astype(np.uint64)  # bytes that each image takes there
+        self.padded: Column = sizes.astype(np.uint64)  # bytes that each image takes there
         self.sizes = tuple(chunks)
         self.offsets = list(accumulate(self.sizes, initial=0))
         self.stream_bytes = self.offsets.pop()

@@ -114,15 +114,11 @@ class Runs:
     def _lists(self) -> tuple[list[int], list[int], list[int]]:
         return self.starts.tolist(), self.stops.tolist(), self.addresses.tolist()
 
-    def _some(self, start: int, stop: int) -> slice:
-        starts, stops, _ = self._lists
-        first = bisect_right(stops, start)
-        return slice(first, max(first, bisect_left(starts, stop)))
-
     def within(self, start: int, stop: int) -> Iterator[tuple[int, int, int]]:
         """Position, address and bytes of each run, cut to the stream's bytes [start, stop)."""
-        some = self._some(start, stop)
         starts, stops, addresses = self._lists
+        first = bisect_right(stops, start)
+        some = slice(first, max(first, bisect_left(starts, stop)))
         for low, high, address in zip(starts[some], stops[some], addresses[some], strict=True):
             if low < start:
                 address += start - low

@@ -7,72 +7,29 @@ takes the result instead of the destination itself.
 from __future__ import annotations
 
 import time
-from bisect import bisect_left, bisect_right
-from collections.abc import Collection, Mapping, Sequence
-from functools import cached_property
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
-import torch
 
 from torchrelay.geometry.boxes import Numbers
 from torchrelay.geometry.chunks import Chunks
 from torchrelay.geometry.runs import Column
-from torchrelay.landing.checks.matching import match
+from torchrelay.plan.description import PlainLayout
 from torchrelay.plan.images import reaching
-from torchrelay.plan.plain import PlainTensors, find_plain
-from torchrelay.plan.selection import Selection
-from torchrelay.plan.sharded import find_sharded
+from torchrelay.plan.plain import PlainTensors
 from torchrelay.record import manifest as m
 from torchrelay.record.pause import gc_paused
 from torchrelay.record.rows import LeafRows
 from torchrelay.record.schema import MeshSharding
 from torchrelay.state.matching import Matched
 from torchrelay.state.objects import Objects, flatten_objects
-from torchrelay.state.optimizers import check_kind
 from torchrelay.state.paths import Path
 from torchrelay.state.tree import Flat, inside_records
-from torchrelay.state.wrappers import without_wrappers
 
 JUST_NOW = 0.1  # seconds: what was looked at so lately is not looked at again
 Indices = np.ndarray[Any, np.dtype[np.intp]]
 Marks = np.ndarray[Any, np.dtype[np.bool_]]
-
-
-class PlainLayout:
-    """The plain tensors of a destination, and the local parts of its distributed ones that are
-    plain: kinds and addresses. Holds none of the tensors but local parts."""
-
-    def __init__(self, flat: Flat) -> None:
-        self.sharded = find_sharded(flat.leaves)
-        self.locals = self.sharded.local_leaves(flat.leaves)
-        nothing_else = self.sharded.nothing_else
-        plain = find_plain(self.locals, offsets=False, nothing_else=nothing_else)
-        lows = plain.address_of
-        highs = lows + plain.nbytes
-        order = np.argsort(lows)
-        if (lows[order][1:] < highs[order][:-1]).any():
-            keep = ~reaching(lows, highs)
-            plain = plain.some(keep.tolist())
-            lows, highs = lows[keep], highs[keep]
-            order = np.argsort(lows)
-        # Tensors that share no memory with each other.
-        self.plain: PlainTensors = plain
-        plain.on_host, plain.leaf_of  # noqa: B018  # asked for while there is time
-        self._spans = lows[order], highs[order], order
-
-    @cached_property
-    def kinds(self) -> Numbers:
-        """The kind of each: of a plain tensor that in `plain`, of a distributed one that in
-        `sharded`, counted from there on."""
-        return self.sharded.kinds_of(self.plain)
-
-    @cached_property
-    def spans(self) -> tuple[list[int], list[int], list[int]]:
-        """First and last address of each tensor and its leaf, in order of address."""
-        lows, highs, order = self._spans
-        leaves = self.plain.leaves
-        return lows.tolist(), highs.tolist(), [leaves[n] for n in order.tolist()]
 
 
 class PreparedDestination:
@@ -90,11 +47,6 @@ class PreparedDestination:
         self.inside_records = inside_records(flat.tree)  # the leaves that these are made of
         self._looked_at = time.monotonic()
 
-    def reached(self, low: int, high: int) -> list[int]:
-        """The plain leaves that have some of the host's bytes [low, high)."""
-        lows, highs, leaves = self.layout.spans
-        return leaves[bisect_right(highs, low) : bisect_left(lows, high)]
-
     @property
     def moved(self) -> bool:
         """Whether a plain tensor no longer lies where it did, if there was time for that."""
@@ -102,26 +54,6 @@ class PreparedDestination:
             return False
         plain = self.layout.plain
         return not plain.lie_in_place(plain.of(self.layout.sharded.locals_of(self.flat.leaves)))
-
-    def match(
-        self, tree: m.Node, choice: Selection, *, strict: bool, whole: bool = True
-    ) -> tuple[Matched, dict[Path, m.Node]]:
-        """Pair the slots of an offered tree with those here, as far as they are chosen. The offered
-        state of each object that takes its own comes apart: no slot of it is paired. `whole`: the
-        tree has all leaves that are offered."""
-        roots = [path for path, held in self.objects.items() if not held.in_place]
-        if whole and not roots and choice.plain and tree == self.flat.tree:
-            return Matched([], [], [], self.flat.tree), {}
-        modules = [path for path, held in self.objects.items() if held.in_place]
-        tree = without_wrappers(tree, self.flat.tree, modules)
-        return match(tree, self.flat.tree, roots, choice, strict=strict)
-
-    def check_optimizers(self, offered: Mapping[Path, m.Node]) -> None:
-        """`MismatchError` where an optimizer is offered the state of another kind."""
-        for path, branch in offered.items():
-            optimizer = self.objects[path].object
-            if isinstance(optimizer, torch.optim.Optimizer):
-                check_kind(optimizer, branch, path)
 
 
 def prepare(into: object) -> PreparedDestination:
@@ -153,15 +85,15 @@ class Straight(NamedTuple):
         lengths, indices = np.zeros(0, np.uint64), np.zeros(0, np.intp)
         return cls(lengths, lengths, lengths, indices, indices, np.zeros(0, bool))
 
+    def meets(self, spans: Iterable[tuple[int, int]]) -> bool:
+        """Whether a tensor has bytes at these addresses [low, high)."""
+        lows, highs = np.array(list(spans), np.uint64).reshape(-1, 2).T
+        lows = np.concatenate([self.address, lows])
+        highs = np.concatenate([self.address + self.nbytes, highs])
+        return bool(reaching(lows, highs)[: len(self.address)].any())
+
     def some(self, rows: Marks) -> Straight:
-        return Straight(
-            self.at[rows],
-            self.address[rows],
-            self.nbytes[rows],
-            self.image[rows],
-            self.leaf[rows],
-            self.on_host[rows],
-        )
+        return Straight._make(column[rows] for column in self)
 
 
 _ODD = m.CONJ | m.NEG | m.META
@@ -252,19 +184,19 @@ def _fitting(layout: PlainLayout, here: Indices, rows: LeafRows, there: Indices)
         return np.zeros(0, bool)
     record = rows.record
     count, images = len(record.kinds), len(record.image_kinds)
-    ours = layout.kinds[here]
     offered = rows.kinds[there] * images + record.image_kind[rows.images[there]]
-    combined = ours * (count * images) + offered
-    most = int(combined.max()) + 1
-    if most > _FEW_KINDS:
-        found, combined = np.unique(combined, return_inverse=True)
-    else:
+    combined = layout.kinds[here] * (count * images) + offered
+    if (most := int(combined.max())) < _FEW_KINDS:  # faster than sorting
         found = np.flatnonzero(np.bincount(combined))
-    same: Marks = np.zeros(len(found) if most > _FEW_KINDS else most, bool)
+        table = np.zeros(most + 1, np.intp)
+        table[found] = np.arange(len(found))
+        combined = table[combined]
+    else:
+        found, combined = np.unique(combined, return_inverse=True)
+    same: Marks = np.zeros(len(found), bool)
     for place, number in enumerate(found.tolist()):
         mine, rest = divmod(number, count * images)
-        at = place if most > _FEW_KINDS else number
-        same[at] = _same(layout, mine, rows, *divmod(rest, images))
+        same[place] = _same(layout, mine, rows, *divmod(rest, images))
     fits: Marks = same[combined]
     return fits
 
@@ -277,24 +209,18 @@ def _same(layout: PlainLayout, mine: int, rows: LeafRows, leaf: int, image: int)
         return False
     plain = layout.plain.kinds
     if mine < len(plain):
-        here = plain[mine]
-        return (here.dtype, here.shape, None, -1) == (
-            kind.dtype,
-            kind.shape,
-            kind.strides,
-            kind.sharding,
-        )
+        same = (plain[mine].dtype, plain[mine].shape) == (kind.dtype, kind.shape)
+        return same and kind.strides is None and kind.sharding < 0
     ours = layout.sharded.kinds[mine - len(plain)]
     if kind.sharding < 0 or (ours.dtype, ours.shape) != (kind.dtype, kind.shape):
         return False
     how = record.shardings[kind.sharding]
+    if stored.boxes[0] != ours.box or isinstance(how, MeshSharding) != (ours.mesh is not None):
+        return False
     if not isinstance(how, MeshSharding) or ours.mesh is None:
-        return (
-            not isinstance(how, MeshSharding) and ours.mesh is None and ours.box == stored.boxes[0]
-        )
+        return True
     return (
         record.meshes[how.mesh].shape == ours.mesh.shape
         and how.placements == ours.placements
         and how.coordinate == ours.coordinate
-        and stored.boxes[0] == ours.box
     )

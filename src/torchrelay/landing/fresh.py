@@ -20,10 +20,16 @@ from torchrelay.geometry.boxes import Numbers
 from torchrelay.geometry.runs import Runs
 from torchrelay.landing.checks.shards import check_shards
 from torchrelay.landing.commit.ending import StateLanding
-from torchrelay.landing.leaves import check_leaf, check_records, make_leaf, strides_of
+from torchrelay.landing.leaves import (
+    check_leaf,
+    check_records,
+    make_leaf,
+    strides_of,
+    without_bytes,
+)
 from torchrelay.landing.options import LandingOptions
-from torchrelay.landing.places import ImageMemory, Landed, OwnTensor, Places, chunks_of
-from torchrelay.landing.workspace import LARGE_BYTES, Workspace, allocate, large_rooms
+from torchrelay.landing.places import ImageMemory, Landed, Places, chunks_of
+from torchrelay.landing.workspace import LARGE_BYTES, Workspace, allocate
 from torchrelay.record import manifest as m
 from torchrelay.record.manifest import parts
 from torchrelay.record.pause import gc_paused
@@ -31,7 +37,7 @@ from torchrelay.record.rows import LeafRows
 from torchrelay.record.schema import Record
 from torchrelay.state import tensors as t
 from torchrelay.state.leaves import is_plain
-from torchrelay.state.paths import LeafPaths, Path
+from torchrelay.state.paths import LeafPaths
 from torchrelay.state.tree import check_types, has_records, unflatten
 
 _data_ptr = torch.Tensor.data_ptr
@@ -69,7 +75,7 @@ class NewTensors(StateLanding):
         self._where = self._devices(hosted)
         self._on_host = self._where.count(_HOST) == len(self._where)
         self.on_device = not self._on_host
-        self._rooms = self._large_rooms(filled, workspace)
+        self._buffers = self._large(filled, workspace)
         self._kinds = self._kind_of_each(owner)
         self._owner = owner
         self._whole: set[int] = set()  # storages that are a tensor of the state
@@ -90,7 +96,7 @@ class NewTensors(StateLanding):
         self._check_shards()
         owners: Numbers = np.full(record.images, _SEVERAL, np.int64)
         owners[rows.images] = np.arange(len(rows.images))
-        if len(rows.images) > record.images or not _are_different(rows.images):
+        if not (rows.images[1:] > rows.images[:-1]).all():  # ascending ones are different
             owners[np.bincount(rows.images, minlength=len(owners)) > 1] = _SEVERAL
         hosted = set()
         for index, leaf in rows.others.items():
@@ -121,7 +127,7 @@ class NewTensors(StateLanding):
     def _devices(self, hosted: set[int]) -> list[torch.device]:
         """The device of each storage: that of its first image."""
         device, record = self._options.device, self.record
-        names = [_place(device or _local_device(kind)) for kind in record.devices]
+        names = [place_for(kind, device) for kind in record.devices]
         if record.device_of is None:
             where = [names[0]] * len(self._homes) if len(self._homes) else []
         else:
@@ -131,7 +137,7 @@ class NewTensors(StateLanding):
             where[self._homes.number(image)] = _HOST
         return where
 
-    def _large_rooms(self, filled: Filled | None, workspace: Workspace) -> dict[int, torch.Tensor]:
+    def _large(self, filled: Filled | None, workspace: Workspace) -> dict[int, torch.Tensor]:
         sizes = self._homes.sizes
         large = np.flatnonzero(sizes >= LARGE_BYTES).tolist()
         large = [home for home in large if self._where[home] == _HOST]
@@ -141,7 +147,7 @@ class NewTensors(StateLanding):
             if room is not None:
                 ready[home] = room
         empty = {home: int(sizes[home]) for home in large if home not in ready}
-        return {**ready, **large_rooms(empty, workspace)}
+        return {**ready, **workspace.large_buffers(empty)}
 
     def _make_some(self) -> Iterator[Runs]:
         """Make storages, some at a time; gives those in host memory."""
@@ -165,14 +171,15 @@ class NewTensors(StateLanding):
             if kinds[start] >= 0:
                 made = self._tensors(low + start, low + stop, where[start])
             else:
-                made = [self._room(home) for home in range(low + start, low + stop)]
+                made = [
+                    self._buffers[home]
+                    if home in self._buffers
+                    else allocate(int(self._homes.sizes[home]), self._where[home])
+                    for home in range(low + start, low + stop)
+                ]
             self._made += made
             addresses += map(_data_ptr, made) if where[start] == _HOST else [0] * len(made)
         return addresses
-
-    def _room(self, home: int) -> torch.Tensor:
-        room = self._rooms.get(home)
-        return allocate(int(self._homes.sizes[home]), self._where[home]) if room is None else room
 
     def _kind_of_each(self, owner: Numbers) -> Numbers:
         """A number for the kinds of leaf and image of each storage that is one tensor; -1 where it
@@ -189,7 +196,7 @@ class NewTensors(StateLanding):
         kinds, images = rows.kinds[row], record.image_kind[homes.firsts]
         fine = (owner[homes.firsts] >= 0) & homes.alone & rows.is_image[row]
         fine &= plain[kinds] & straight[images]
-        fine[list(self._rooms)] = False
+        fine[list(self._buffers)] = False
         return np.where(fine, kinds * len(straight) + images, _NONE)
 
     def _tensors(self, start: int, stop: int, device: Any) -> list[torch.Tensor]:
@@ -263,9 +270,6 @@ class NewTensors(StateLanding):
             return _NOT_YET
         return unflatten(self._rows.tree, self._ready)
 
-    def own(self) -> Iterator[OwnTensor]:
-        return iter(())
-
     def held(self) -> Iterator[ImageMemory]:
         self._complete()
         return map(self.memory_of, range(self.record.images))
@@ -279,12 +283,6 @@ class NewTensors(StateLanding):
         with gc_paused():
             state = self._state
             self._landed = Landed(self._built() if state is _NOT_YET else state, [], [])
-
-    def give(self) -> None:
-        pass
-
-    def take_back(self) -> list[Path]:
-        return []
 
     def finish(self) -> Landed:
         return self._landed
@@ -302,7 +300,7 @@ class NewTensors(StateLanding):
 
     def _part(self, part: m.TensorLeaf) -> torch.Tensor:
         if part.storage < 0:
-            return t.without_storage(part, strides_of(part), self._place_of_empty(part.flags))
+            return without_bytes(part, self._place_of_empty(part.flags))
         home, offset = self._home(part.storage)
         if self._homes.number(part.storage) in self._whole:
             return t.with_flags(home, part.flags)
@@ -342,11 +340,6 @@ class _Homes:
         return image if self._storage_of is None else int(self._storage_of[image])
 
 
-def _are_different(numbers: Numbers) -> bool:
-    """Whether ascending numbers are; False also where they do not ascend."""
-    return bool((numbers[1:] > numbers[:-1]).all())
-
-
 def _runs(kinds: Numbers, where: list[Any]) -> Iterator[tuple[int, int]]:
     """Storages [start, stop) that follow each other and are of one kind, on one device."""
     if not where:
@@ -358,14 +351,10 @@ def _runs(kinds: Numbers, where: list[Any]) -> Iterator[tuple[int, int]]:
     yield from pairwise([0, *ends.tolist(), len(kinds)])
 
 
-def _place(device: torch.device | str) -> torch.device:
-    device = torch.device(device)
-    return _HOST if device.type == "cpu" else device
-
-
 def place_for(kind: str, device: torch.device | None) -> torch.device:
     """Where a new tensor goes: to the device asked for, or to the kind that it comes from."""
-    return _place(device or _local_device(kind))
+    found = torch.device(device or _local_device(kind))
+    return _HOST if found.type == "cpu" else found
 
 
 def _local_device(kind: str) -> str:

@@ -23,11 +23,11 @@ from torchrelay.landing.commit.ending import StateLanding
 from torchrelay.landing.options import LandingOptions
 from torchrelay.landing.places import Landed, Landing, Places
 from torchrelay.landing.seam import land_share
-from torchrelay.landing.workspace import PlainWorkspace, Workspace, allocate
+from torchrelay.landing.workspace import Workspace
 from torchrelay.plan.gather.reads import SCATTERED, GatherReads, RankReads
 from torchrelay.plan.gather.union import Union
 from torchrelay.plan.region import copy_boxes
-from torchrelay.plan.share.rank_share import RankShare, Twins
+from torchrelay.plan.share.rank_share import RankShare
 from torchrelay.record.dtypes import itemsize
 from torchrelay.record.pause import gc_paused
 from torchrelay.record.reads import Reads
@@ -56,7 +56,7 @@ def plan_gather(
     device = options.device or torch.device("cpu")
     options = replace(options, device=device, atomic=True, unstaged=False)
     with gc_paused():
-        return GatherPlan(records, into, options, workspace or PlainWorkspace(), chunk_bytes)
+        return GatherPlan(records, into, options, workspace or Workspace(), chunk_bytes)
 
 
 class GatherPlan:
@@ -79,7 +79,7 @@ class GatherPlan:
         self._union = Union(records)
         self._share = RankShare(self._union.rows)
         self._landing = land_share(self._share, into, options, workspace)
-        self._memory = _GatherMemory(self._landing, self._share.twins)
+        self._places = self._landing.places()
         self._lost: set[int] = set()
         self._all: list[PartLanding] = []
         self.parts = self._asked()
@@ -91,13 +91,18 @@ class GatherPlan:
     def _part(self, rank: int, reads: RankReads) -> PartLanding:
         size = self._chunk_bytes or chunk_size(stream_bytes(reads.nbytes), 1)
         size = min(size, MAX_CHUNK_BYTES)
-        return PartLanding(rank, self._records[rank], reads, self._memory, self._workspace, size)
+        where = self._landing, self._places, self._workspace
+        return PartLanding(rank, self._records[rank], reads, *where, size)
 
     def _asked(self, only: Numbers | None = None) -> dict[int, PartLanding]:
         ranks = self._union.joined.ranks
         lost = [ranks.index(rank) for rank in self._lost]
-        wanted = self._memory.placed if only is None else only
-        found = GatherReads(self._union, self._share, self._landing.record, wanted, lost)
+        record = self._landing.record
+        if only is None:  # images that the landing has no use for are not read
+            starts, places = self._landing.chunks.places, self._places
+            there = (holding(places.host, starts) >= 0) | (holding(places.device, starts) >= 0)
+            only = np.flatnonzero(there & (record.box_bytes > 0))
+        found = GatherReads(self._union, self._share, record, only, lost)
         known = {one for part in self._all for one in part.reads.filled()} if self._lost else set()
         parts = {}
         for place, reads in found.by_rank.items():
@@ -151,49 +156,12 @@ class GatherPlan:
         for part in self._all:
             part.put_boxes()
         for first, second, path in self._share.twins:
-            if not torch.equal(self._memory.bytes(first), self._memory.bytes(second)):
+            if not torch.equal(self._landing.bytes_of(first), self._landing.bytes_of(second)):
                 raise MismatchError(
                     "tied to another tensor here, and another value is offered for it", path=path
                 )
         self._landing.arrived()
         return self._landing.commit()
-
-
-class _GatherMemory:
-    """Where the images of a share go: memory of its landing, and spare memory for images that are
-    only compared with others."""
-
-    def __init__(self, landing: StateLanding, twins: Iterable[Twins]) -> None:
-        self.landing, self.record, self.chunks = landing, landing.record, landing.chunks
-        self._spare: dict[int, torch.Tensor] = {}
-        for image in {image for one in twins for image in one[:2]}:
-            if landing.memory_of(image) is None:
-                self._spare[image] = allocate(self.chunks.size_of(image))
-        places = landing.places()
-        spare = [(self.chunks.start_of(n), x.data_ptr(), x.nbytes) for n, x in self._spare.items()]
-        self.host = Runs.merged(places.host, Runs.of(spare)) if spare else places.host
-        self.device = places.device
-        # Images that the landing has no use for are not read.
-        starts = self.chunks.places
-        there = (holding(self.host, starts) >= 0) | (holding(self.device, starts) >= 0)
-        self.placed: Numbers = np.flatnonzero(there & (self.record.box_bytes > 0))
-
-    def _memory(self, image: int) -> tuple[torch.UntypedStorage, int]:
-        if image in self._spare:
-            return self._spare[image].untyped_storage(), 0
-        found = self.landing.memory_of(image)
-        assert found is not None
-        return found.storage, found.offset
-
-    def bytes(self, image: int) -> torch.Tensor:
-        return t.flat_bytes(*self._memory(image), self.chunks.size_of(image)).cpu()
-
-    def elements(self, image: int) -> torch.Tensor:
-        """The elements of an image that is a box of a tensor, as whole numbers."""
-        kind = self.record.image_kinds[int(self.record.image_kind[image])]
-        sizes = kind.boxes[0][1]
-        storage, offset = self._memory(image)
-        return t.raw(storage, offset, itemsize(kind.dtype), sizes, contiguous_strides(sizes))
 
 
 class PartLanding(Landing):
@@ -207,26 +175,28 @@ class PartLanding(Landing):
         rank: int,
         record: Record,
         reads: RankReads,
-        memory: _GatherMemory,
+        landing: StateLanding,
+        places: Places,
         workspace: Workspace,
         chunk_bytes: int,
     ) -> None:
-        self.rank, self.reads, self._memory = rank, reads, memory
+        self.rank, self.reads = rank, reads
+        self._landing, self._device = landing, places.device
         self._put = partial(workspace.copy, alone=False)
         self.asked: Reads = reads.asked(chunk_bytes)
         self.chunks = self.asked.layout(record)
         sizes = reads.nbytes
         scattered = reads.at == SCATTERED
-        goes = memory.chunks.places[reads.share] + np.maximum(reads.at, 0).astype(np.uint64)
-        there = holding(memory.host, goes)
+        goes = landing.chunks.places[reads.share] + np.maximum(reads.at, 0).astype(np.uint64)
+        there = holding(places.host, goes)
         here = (there >= 0) & ~scattered
         addresses = np.zeros(len(goes), np.uint64)
-        starts, bases = memory.host.starts, memory.host.addresses
+        starts, bases = places.host.starts, places.host.addresses
         addresses[here] = bases[there[here]] + (goes[here] - starts[there[here]])
         # Elements that do not lie together where they go wait in memory of their own.
-        rooms = self.chunks.rooms[scattered]
-        self._waiting = workspace.stage(int(rooms.sum()))
-        self._waits_at = np.cumsum(rooms) - rooms
+        padded = self.chunks.padded[scattered]
+        self._waiting = workspace.stage(int(padded.sum()))
+        self._waits_at = np.cumsum(padded) - padded
         addresses[scattered] = np.uint64(self._waiting.data_ptr()) + self._waits_at
         on_host = here | scattered
         columns = (self.chunks.places, addresses, sizes.astype(np.uint64))
@@ -238,7 +208,7 @@ class PartLanding(Landing):
     def places(self) -> Places:
         if not self.on_device:
             return Places([self._host], Runs([], [], []))
-        device, goes = self._memory.device, self._goes[self._far]
+        device, goes = self._device, self._goes[self._far]
         there = holding(device, goes)
         addresses = device.addresses[there] + (goes - device.starts[there])
         sizes = self.chunks.image_bytes[self._far].astype(np.uint64)
@@ -255,10 +225,7 @@ class PartLanding(Landing):
                 if read in far:
                     goes = int(self._goes[read])
                     some = data[at : at + last - first]
-                    self._memory.landing.put(goes + first, goes + last, some)
-
-    def arrived(self) -> None:
-        """Nothing can be done before the other parts are here."""
+                    self._landing.put(goes + first, goes + last, some)
 
     def commit(self) -> Landed:
         """The part is here; what it is part of is made by `GatherPlan.commit`."""
@@ -270,7 +237,7 @@ class PartLanding(Landing):
         pairs = []
         waiting = np.flatnonzero(reads.at == SCATTERED)
         for read, at in zip(waiting.tolist(), self._waits_at.tolist(), strict=True):
-            whole = self._memory.elements(int(reads.share[read]))
+            whole = self._elements(int(reads.share[read]))
             offsets, sizes = reads.targets[int(reads.box[read])]
             storage, size = self._waiting.untyped_storage(), whole.element_size()
             # Elements of 16 bytes are two numbers each.
@@ -279,3 +246,12 @@ class PartLanding(Landing):
             source = t.raw(storage, at, size, shape, contiguous_strides(shape))
             pairs.append((cut(whole, (*offsets, *(0 for _ in more)), shape), source))
         copy_boxes(pairs)
+
+    def _elements(self, image: int) -> torch.Tensor:
+        """The elements of an image that is a box of a tensor, as whole numbers."""
+        kind = self._landing.record.kind_of_image(image)
+        sizes = kind.boxes[0][1]
+        found = self._landing.memory_of(image)
+        assert found is not None
+        size, strides = itemsize(kind.dtype), contiguous_strides(sizes)
+        return t.raw(found.storage, found.offset, size, sizes, strides)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from functools import cached_property
 from typing import NamedTuple
 
@@ -13,7 +13,7 @@ from torchrelay.errors import MismatchError
 from torchrelay.geometry.chunks import Chunks
 from torchrelay.geometry.runs import Column, Moves, Runs
 from torchrelay.landing.destination import Indices, Marks, Straight
-from torchrelay.landing.leaves import strides_of
+from torchrelay.landing.leaves import strides_of, without_bytes
 from torchrelay.landing.places import ImageMemory
 from torchrelay.landing.workspace import Workspace
 from torchrelay.record import manifest as m
@@ -27,7 +27,7 @@ class Slab(NamedTuple):
     slab: torch.Tensor
     images: Indices
     places: Column  # in the slab
-    rooms: Column  # bytes of each, and what alignment adds
+    padded: Column  # bytes of each, and what alignment adds
 
     def place(self, image: int) -> int | None:
         """Where in the slab an image is, if it is there."""
@@ -49,21 +49,27 @@ class Slab(NamedTuple):
 
 
 class HeldImages:
-    """Memory for some of the images of a record. `far` has those that are made on a device to
-    stay there; `hold` is called once it is known which ones the host holds."""
+    """Memory for some of the images of a record. `homes` has those that the caller is going to
+    keep, each in memory of its own. Others are put on devices, and then the host holds the rest."""
 
-    def __init__(self, record: Record, chunks: Chunks, workspace: Workspace) -> None:
+    def __init__(
+        self,
+        record: Record,
+        chunks: Chunks,
+        workspace: Workspace,
+        homes: dict[int, torch.Tensor],
+    ) -> None:
         self._sizes = record.box_bytes.astype(np.uint64)
-        self._chunks = chunks
-        self._workspace = workspace
-        self.far: dict[int, torch.Tensor] = {}
+        self._chunks, self._workspace = chunks, workspace
+        self.homes = homes
+        self.far = {image: home for image, home in homes.items() if not home.is_cpu}
         self.slabs: list[Slab] = []  # of devices
 
     def _taken(self, images: Indices, device: torch.device | str = "cpu") -> Slab:
-        rooms = self._chunks.rooms[images]
-        ends = np.cumsum(rooms)
+        padded = self._chunks.padded[images]
+        ends = np.cumsum(padded)
         slab = self._workspace.stage(int(ends[-1]) if len(ends) else 0, device)
-        return Slab(slab, images, ends - rooms, rooms)
+        return Slab(slab, images, ends - padded, padded)
 
     def put_on(self, device: torch.device, images: set[int]) -> bool:
         """Take memory of the device for these images; whether it has so much."""
@@ -82,11 +88,19 @@ class HeldImages:
         self._near = self._taken(np.flatnonzero(held))
         self.order = self._near.images
         # Images that follow each other in the stream do so in the slab: these are few runs.
-        self.host = self._near.memory(self._chunks.places, self._near.rooms)
+        self.host = self._near.memory(self._chunks.places, self._near.padded)
+        near = {image: home for image, home in self.homes.items() if home.is_cpu}
+        if near:
+            self.host = Runs.merged(self.host, self._runs(near))
 
-    def device_memory(self) -> list[Runs]:
+    def _runs(self, homes: Mapping[int, torch.Tensor]) -> Runs:
+        start = self._chunks.start_of
+        return Runs.of([(start(n), home.data_ptr(), home.nbytes) for n, home in homes.items()])
+
+    def device_memory(self) -> Runs:
         """Where images lie that are held on devices, by their positions in the stream."""
-        return [one.memory(self._chunks.places, self._sizes[one.images]) for one in self.slabs]
+        slabs = [one.memory(self._chunks.places, self._sizes[one.images]) for one in self.slabs]
+        return Runs.merged(self._runs(self.far), *slabs)
 
     @cached_property
     def at(self) -> dict[int, int]:
@@ -94,12 +108,16 @@ class HeldImages:
         return dict(zip(self.order.tolist(), self._near.places.tolist(), strict=True))
 
     def memory(self) -> Iterator[ImageMemory]:
-        """The images, but for those that are made to stay."""
+        """All of the memory, by image."""
         for held in (self._near, *self.slabs):
             for image, at in zip(held.images.tolist(), held.places.tolist(), strict=True):
                 yield ImageMemory(image, held.slab.untyped_storage(), at)
+        for image, home in self.homes.items():
+            yield ImageMemory(image, home.untyped_storage(), 0)
 
     def memory_of(self, image: int) -> ImageMemory | None:
+        if image in self.homes:
+            return ImageMemory(image, self.homes[image].untyped_storage(), 0)
         for held in (self._near, *self.slabs):
             if (at := held.place(image)) is not None:
                 return ImageMemory(image, held.slab.untyped_storage(), at)
@@ -122,7 +140,7 @@ class HeldImages:
     def part(self, part: m.TensorLeaf) -> torch.Tensor:
         """A tensor over an image in host memory."""
         if part.storage < 0:
-            return t.without_storage(part, strides_of(part), "cpu")
+            return without_bytes(part)
         storage, at = self._near.slab.untyped_storage(), self.at[part.storage]
         return t.over_storage(storage, at + part.offset, part, strides_of(part))
 

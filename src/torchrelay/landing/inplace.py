@@ -21,7 +21,6 @@ from torchrelay.landing.leaves import (
     check_leaf,
     check_records,
     copy_late,
-    late_copy,
     make_leaf,
     strides_of,
 )
@@ -37,6 +36,7 @@ from torchrelay.record.pause import gc_paused
 from torchrelay.record.rows import LeafRows
 from torchrelay.record.schema import Record
 from torchrelay.state import tensors as t
+from torchrelay.state.leaves import build
 from torchrelay.state.paths import LeafPaths, Path
 from torchrelay.state.tree import grafted, inside_records, unflatten
 
@@ -54,7 +54,7 @@ class ExistingTensors(StateLanding):
     """The tensors of a destination that was paired with the record's tree.
 
     The leaves in `late` get their bytes by way of whole images, which are not written to the
-    destination as they are.
+    destination as they are. The images in `compared` are held, whether they go anywhere or not.
     """
 
     def __init__(
@@ -64,6 +64,7 @@ class ExistingTensors(StateLanding):
         options: LandingOptions,
         workspace: Workspace,
         late: Set[int] = frozenset(),
+        compared: Set[int] = frozenset(),
     ) -> None:
         self.record = record
         self._rows = rows = LeafRows(record)
@@ -99,9 +100,7 @@ class ExistingTensors(StateLanding):
         self._wholes: dict[int, tuple[m.SparseLeaf, Path]] = {}
         plain, rest = split(matched, rows, into.layout, self.chunks, back)
         fits = self._fits(rest)
-        taken = set(plain.leaf.tolist()) if fits else set()
-        spans = host_spans(fits, self.chunks)
-        if not all(taken.isdisjoint(into.reached(low, high)) for low, high in spans):
+        if fits and plain.meets(host_spans(fits, self.chunks)):
             # Plain tensors share memory with others: the check below has to see them all.
             plain = Straight.none()
             fits = self._fits(matched.pairs)
@@ -116,7 +115,7 @@ class ExistingTensors(StateLanding):
         for found in fits:
             self._place(found, late=found.leaf in back)
         self._by_address = plain.image
-        self._stage()
+        self._stage(compared)
         self.on_device = bool(len(self._plain_far.image) or self._held.far) or any(
             not region.keep.is_cpu for placed in self._direct.values() for _, region in placed
         )
@@ -155,11 +154,6 @@ class ExistingTensors(StateLanding):
         leaves = self._into.flat.leaves
         return [pair for pair in self._inside if not t.is_distributed(leaves[pair[2]])]
 
-    @property
-    def _far_tensors(self) -> list[torch.Tensor]:
-        leaves: Any = self._into.layout.locals
-        return [leaves[n] for n in self._plain_far.leaf.tolist()]
-
     @cached_property
     def _near_images(self) -> set[int]:
         return set(self._plain_far.image.tolist())
@@ -170,24 +164,15 @@ class ExistingTensors(StateLanding):
         return {*self._direct, *self._near_images}
 
     @cached_property
-    def _near(self) -> dict[int, list[tuple[int, torch.Tensor]]]:
-        """By image, plain tensors on devices and where they lie in it."""
-        found: dict[int, list[tuple[int, torch.Tensor]]] = {}
-        leaves: Any = self._into.layout.locals
-        plain = self._plain_far
+    def _regions(self) -> dict[int, list[_Placed]]:
+        """By image, where it goes that is not known by address on the host."""
+        found = {image: [*placed] for image, placed in self._direct.items()}
+        plain, leaves = self._plain_far, self._into.layout.locals
         columns = (plain.image, plain.at - self.chunks.places[plain.image], plain.leaf)
         for image, at, leaf in zip(*(column.tolist() for column in columns), strict=True):
-            found.setdefault(image, []).append((at, leaves[leaf]))
+            mine: Any = leaves[leaf]
+            found.setdefault(image, []).append(_Placed(at, Region.row_major(mine)))
         return found
-
-    def _regions(self, image: int) -> list[_Placed]:
-        """Where an image goes that does not go to host memory by address."""
-        near = self._near.get(image)
-        if near is None:
-            return self._direct.get(image, [])
-        if image not in self._direct:
-            self._direct[image] = [_Placed(at, Region.row_major(one)) for at, one in near]
-        return self._direct[image]
 
     def _fits(self, pairs: list[Pair]) -> list[Found]:
         fits: list[Found] = []
@@ -204,12 +189,11 @@ class ExistingTensors(StateLanding):
 
     # Memory for the images that are held back until `commit`.
 
-    def _stage(self) -> None:
-        self._held = held = HeldImages(self.record, self.chunks, self._workspace)
+    def _stage(self, compared: Set[int]) -> None:
         read_back = {
             pair.leaf.storage if isinstance(pair, ArrayFit) else pair.part.storage
             for pair in self._late
-        }
+        } | compared
         values = (index for index, _ in self._values.values())
         for index in (*values, *(index for index, _, _ in self._remade())):
             read_back |= {part.storage for part in parts(self._rows[index])} - {-1}
@@ -217,9 +201,8 @@ class ExistingTensors(StateLanding):
         if self._new.images:
             filled = {*self._by_address.tolist(), *self._elsewhere}
         read_back |= self._new.images & filled
-        self._new.take_memory(self.chunks, read_back | filled, self._workspace)
-        self._homes = self._new.homes
-        held.far = self._new.far
+        homes = self._new.take_memory(self.chunks, read_back | filled, self._workspace)
+        self._held = held = HeldImages(self.record, self.chunks, self._workspace, homes)
         on_host = set(read_back)
         marks = np.zeros(self.record.images, bool)
         if self._options.staged:
@@ -230,16 +213,21 @@ class ExistingTensors(StateLanding):
             marks[self._by_address] = True
         marks[list(on_host)] = True
         held.hold(marks)
-        self._staged = Runs.merged(held.host, self._new.host) if self._homes else held.host
+        self._staged = held.host
 
     def _by_device(self, read_back: set[int]) -> dict[torch.device, set[int]]:
         """Images all of whose bytes go to one device: they are staged there."""
-        found: dict[torch.device, set[int]] = {}
-        if not self._direct and (alone := only_device(self._far_tensors)) is not None:
+        leaves: Any = self._into.layout.locals
+        far = [leaves[n] for n in self._plain_far.leaf.tolist()]
+        if not self._direct and (alone := only_device(far)) is not None:
             return {alone: self._near_images - read_back}
-        places = {image: {one.device for _, one in near} for image, near in self._near.items()}
-        for image, placed in self._direct.items():
-            places[image] = {region.keep.device for _, region in placed}
+        places = {
+            image: {region.keep.device for _, region in placed}
+            for image, placed in self._direct.items()
+        }
+        for image, one in zip(self._plain_far.image.tolist(), far, strict=True):
+            places.setdefault(image, set()).add(one.device)
+        found: dict[torch.device, set[int]] = {}
         for image, devices in places.items():
             if len(devices) == 1 and _HOST not in devices and image not in read_back:
                 found.setdefault(devices.pop(), set()).add(image)
@@ -248,36 +236,32 @@ class ExistingTensors(StateLanding):
     # Bytes in
 
     def places(self) -> Places:
-        place, held = self.chunks.start_of, self._held
-        device = [(place(at), one.data_ptr(), one.nbytes) for at, one in held.far.items()]
+        held = self._held
         if self._options.staged:
-            return Places([self._staged], Runs.merged(Runs.of(device), *held.device_memory()))
-        twice: set[int] = set()  # written, and held back for something else
+            return Places([self._staged], held.device_memory())
+        # Images that are written in several places, or also held back for something else.
+        twice = self._near_images & self._direct.keys()
         if len(held.order):
             twice |= set(np.intersect1d(self._by_address, held.order).tolist())
             twice |= self._near_images & held.at.keys()
-        near = self._plain_far
-        if twice:
-            near = near.some(~np.isin(near.image, list(twice)))
+        device: list[tuple[int, int, int]] = []
         for image, placed in sorted(self._direct.items()):
-            if image in self._near_images:
-                continue
             at, region = placed[0]
             run = region.run(0, region.nbytes)
             if len(placed) > 1 or run is None or image in held.at:
                 twice.add(image)
-            else:
-                device.append((place(image) + at, run.data_ptr(), run.nbytes))
-        host = self._host
+            elif image not in twice:
+                device.append((self.chunks.start_of(image) + at, run.data_ptr(), run.nbytes))
+        host, near = self._host, self._plain_far
         if twice:
-            twice |= held.at.keys() | self._homes.keys()
+            near = near.some(~np.isin(near.image, list(twice)))
+            twice |= held.at.keys() | held.homes.keys()
         elif len(self._staged.starts):
             host = Runs.merged(host, self._staged)
-        indirect = reaching(self.chunks, twice)
         far = Runs(near.at, near.address, near.nbytes)
-        if device:
-            far = Runs.merged(Runs.of(device), far)
-        return Places([host], far, indirect, live=bool(self._written))
+        if device or held.far:
+            far = Runs.merged(held.device_memory(), Runs.of(device), far)
+        return Places([host], far, reaching(self.chunks, twice), live=bool(self._written))
 
     def own(self) -> Iterator[OwnTensor]:
         if self._options.staged:
@@ -290,14 +274,9 @@ class ExistingTensors(StateLanding):
             yield OwnTensor(pair.part.storage, pair.destination)
 
     def held(self) -> Iterator[ImageMemory]:
-        yield from self._held.memory()
-        for image, home in self._homes.items():
-            yield ImageMemory(image, home.untyped_storage(), 0)
+        return self._held.memory()
 
     def memory_of(self, image: int) -> ImageMemory | None:
-        home = self._homes.get(image)
-        if home is not None:
-            return ImageMemory(image, home.untyped_storage(), 0)
         return self._held.memory_of(image)
 
     def put(self, start: int, stop: int, data: torch.Tensor) -> None:
@@ -317,21 +296,15 @@ class ExistingTensors(StateLanding):
         for image, first, last, at in self.chunks.within(start, stop) if self._elsewhere else ():
             if image in self._elsewhere:
                 self.torn = True
-                self._pass_on(image, first, last, data[at:])
-
-    def _pass_on(self, image: int, start: int, stop: int, data: torch.Tensor) -> None:
-        for at, region in self._regions(image):
-            low, high = max(start, at), min(stop, at + region.nbytes)
-            if low < high:
-                region.write(low - at, high - at, data[low - start :])
+                for there, region in self._regions[image]:
+                    low, high = max(first, there), min(last, there + region.nbytes)
+                    if low < high:
+                        region.write(low - there, high - there, data[at + low - first :])
 
     # The end
 
+    @gc_paused()
     def make(self) -> None:
-        with gc_paused():
-            self._make()
-
-    def _make(self) -> None:
         leaves, held, rank = self._rows, self._held.part, self._options.rank
         self._new_values = values = {
             here: make_leaf(leaves[index], path, held, rank)
@@ -340,21 +313,19 @@ class ExistingTensors(StateLanding):
         self._made = self._new.make(self._owned_part)
         for whole, path in self._wholes.values():
             make_leaf(whole, path, held, rank)  # indices that point nowhere end here
-        self._copies = [late_copy(pair, held) for pair in self._late]
+        self._copies = [
+            (
+                pair.destination,
+                build(pair.leaf, held, 0) if isinstance(pair, ArrayFit) else held(pair.part),
+            )
+            for pair in self._late
+        ]
         into = self._into
         inside = {index: into.flat.leaves[here] for index, _, here in self._inside}
         for index, path, _ in self._remade():
             inside[index] = make_leaf(leaves[index], path, held, rank)
         self._handover = Handover(
-            *(
-                into.into,
-                into.flat,
-                into.objects,
-                leaves.tree,
-                self._pairing.branches,
-                self._inside,
-            ),
-            before=self._options.atomic,
+            into, leaves.tree, self._pairing.branches, self._inside, before=self._options.atomic
         )
         self._handover.make(values, {**self._pairing.filled, **self._made}, inside)
         if inside and self._mine is not None:
@@ -366,19 +337,17 @@ class ExistingTensors(StateLanding):
     def take_back(self) -> list[Path]:
         return self._handover.take_back()
 
+    @gc_paused()
     def finish(self) -> Landed:
         """Write what was held back, and put the rest in its place."""
-        with gc_paused():
-            return self._finish()
-
-    def _finish(self) -> Landed:
         self.torn = self.torn or bool(self._written or self._copies)
         if self._options.staged:
             self._workspace.copy(self._last_copies, also=self._notes())
             self._write_regions()
         for destination, source in self._copies:
             copy_late(destination, source)
-        self._note_written()
+        for note in self._notes():
+            note()
         state = self._handover.finish()
         if self._mine is not None:
             state = self._around()
@@ -399,15 +368,12 @@ class ExistingTensors(StateLanding):
         if self._options.staged:
             self._last_copies  # noqa: B018
         else:
-            self._note_written()
+            for note in self._notes():
+                note()
 
     @cached_property
     def _last_copies(self) -> Moves:
         return moves(self._staged, self._host)
-
-    def _note_written(self) -> None:
-        for note in self._notes():
-            note()
 
     def _notes(self) -> list[Callable[[], None]]:
         """Calls that bump autograd's version counters, one for each block."""
@@ -419,11 +385,11 @@ class ExistingTensors(StateLanding):
         dense: list[tuple[torch.Tensor, torch.Tensor]] = []
         for image in self._elsewhere - self._write_held():
             held = self._held.bytes(image)
-            if image in self._near and self._held.far_bytes(image) is not None:
-                dense += [(one, held[at : at + one.nbytes]) for at, one in self._near[image]]
-                continue
-            for at, region in self._regions(image):
-                if region.address:
+            on_device = self._held.far_bytes(image) is not None
+            for at, region in self._regions[image]:
+                if on_device and (run := region.run(0, region.nbytes)) is not None:
+                    dense.append((run, held[at : at + region.nbytes]))
+                elif region.address:
                     region.write(0, region.nbytes, held[at:])
                 else:
                     boxes += region.boxes(0, region.nbytes, held[at:])
@@ -448,9 +414,10 @@ class ExistingTensors(StateLanding):
         """A tensor over an image in memory of its own, which the caller may keep."""
         if part.storage < 0:
             return self._held.part(part)
-        home = self._homes.get(part.storage)
+        homes = self._held.homes
+        home = homes.get(part.storage)
         if home is None:
-            home = self._homes[part.storage] = self._held.bytes(part.storage).clone()
+            home = homes[part.storage] = self._held.bytes(part.storage).clone()
         return t.over_storage(home.untyped_storage(), part.offset, part, strides_of(part))
 
 

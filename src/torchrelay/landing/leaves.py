@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Container, Iterable, Sequence
-from typing import Any
 
 import numpy as np
 import torch
 
 from torchrelay.errors import UnsupportedLeafError
 from torchrelay.geometry.strides import contiguous_strides
-from torchrelay.landing.checks.fit import ArrayFit, Fit
 from torchrelay.record import manifest as m
 from torchrelay.state import tensors as t
 from torchrelay.state.leaves import Part, build, check_buildable
@@ -49,7 +47,8 @@ def check_records(
         if wanted is not None and not any(index in wanted for index in inside):
             continue
         if all(isinstance(leaves[index], (m.ValueLeaf, m.SizeLeaf)) for index in inside):
-            values = {n: make_leaf(leaves[n], path, _no_part, 0) for n in inside}
+            # A plain value has no tensors that would be asked for.
+            values = {n: make_leaf(leaves[n], path, without_bytes, 0) for n in inside}
             try:
                 unflatten(node, values)
             except UnsupportedLeafError as fault:
@@ -57,20 +56,13 @@ def check_records(
                 raise
 
 
-def _no_part(part: m.TensorLeaf) -> torch.Tensor:
-    raise AssertionError("a plain value has no tensors")
+def without_bytes(part: m.TensorLeaf, device: torch.device | str = "cpu") -> torch.Tensor:
+    """An empty tensor, or a meta one."""
+    return t.without_storage(part, strides_of(part), device)
 
 
 def strides_of(part: m.TensorLeaf) -> tuple[int, ...]:
     return contiguous_strides(part.shape) if part.strides is None else part.strides
-
-
-def late_copy(
-    pair: Fit | ArrayFit, part: Part
-) -> tuple[torch.Tensor | np.ndarray[Any, Any], object]:
-    if isinstance(pair, ArrayFit):
-        return pair.destination, build(pair.leaf, part, 0)
-    return pair.destination, part(pair.part)
 
 
 def copy_late(destination: object, source: object) -> None:

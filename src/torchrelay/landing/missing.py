@@ -11,13 +11,12 @@ from typing import NamedTuple
 import torch
 
 from torchrelay.geometry.chunks import Chunks
-from torchrelay.geometry.runs import Runs
 from torchrelay.landing.checks.fit import fit, mesh_of
 from torchrelay.landing.checks.shards import check_shards
 from torchrelay.landing.fresh import place_for
 from torchrelay.landing.leaves import check_leaf, make_leaf
 from torchrelay.landing.options import LandingOptions
-from torchrelay.landing.workspace import Workspace, allocate, large_rooms
+from torchrelay.landing.workspace import Workspace, allocate
 from torchrelay.record import manifest as m
 from torchrelay.record.manifest import parts
 from torchrelay.record.rows import LeafRows
@@ -43,8 +42,6 @@ class MadeLeaves:
         self._meshes: dict[int, t.DeviceMesh] = {}
         self._devices: dict[int, torch.device] = {}  # of images
         self.paths: dict[int, Iterable[object]] = {}  # by leaf
-        self.homes: dict[int, torch.Tensor] = {}  # by image
-        self.host = Runs([], [], [])
 
     def add(self, index: int, path: Iterable[object], like: torch.Tensor | None = None) -> None:
         """Have a leaf made, on the device of `like`, and on its mesh if it is distributed."""
@@ -75,36 +72,22 @@ class MadeLeaves:
         leaves = map(self._rows.__getitem__, self.paths)
         return {part.storage for leaf in leaves for part in parts(leaf)} - {-1}
 
-    def take_memory(self, chunks: Chunks, others: Container[int], workspace: Workspace) -> None:
-        """Take memory for the images that no leaf but those made here has."""
-        if not self.paths:
-            return
+    def take_memory(
+        self, chunks: Chunks, others: Container[int], workspace: Workspace
+    ) -> dict[int, torch.Tensor]:
+        """Memory for the images that no leaf but those made here has."""
         record = self._rows.record
         alone = sorted(image for image in self.images if image not in others)
-        sizes = {image: chunks.size_of(image) for image in alone}
         where = {}
         for image in alone:
             kind = record.devices[int(record.image_devices[image])]
             where[image] = self._devices.get(image) or place_for(kind, self._options.device)
         hosted = [image for image in alone if where[image].type == "cpu"]
-        self.homes = large_rooms({image: sizes[image] for image in hosted}, workspace)
+        homes = workspace.large_buffers({image: chunks.size_of(image) for image in hosted})
         for image in alone:
-            if image not in self.homes:
-                self.homes[image] = allocate(sizes[image], where[image])
-        self.host = Runs(
-            [chunks.start_of(image) for image in hosted],
-            [self.homes[image].data_ptr() for image in hosted],
-            [sizes[image] for image in hosted],
-        )
-
-    @property
-    def far(self) -> dict[int, torch.Tensor]:
-        """Bytes of the images that are on devices."""
-        return {
-            image: t.flat_bytes(home.untyped_storage(), 0, home.nbytes)
-            for image, home in self.homes.items()
-            if not home.is_cpu
-        }
+            if image not in homes:
+                homes[image] = allocate(chunks.size_of(image), where[image])
+        return homes
 
     def make(self, part: Part) -> dict[int, object]:
         rank = self._options.rank

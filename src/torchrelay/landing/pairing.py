@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from torchrelay.landing.checks.in_place import TensorOf, checked_in_place
+from torchrelay.landing.checks.matching import Branches, TensorOf, checked_in_place, match
 from torchrelay.landing.destination import Pair, PreparedDestination
 from torchrelay.landing.missing import GivenLeaf
 from torchrelay.landing.options import LandingOptions
@@ -14,8 +14,9 @@ from torchrelay.record import manifest as m
 from torchrelay.state import tensors as t
 from torchrelay.state.hints import with_hints
 from torchrelay.state.matching import Matched
-from torchrelay.state.optimizers import parameter_of, parameters_of
+from torchrelay.state.optimizers import check_kind, parameter_of, parameters_of
 from torchrelay.state.tree import slots
+from torchrelay.state.wrappers import without_wrappers
 
 
 class Pairing:
@@ -28,19 +29,25 @@ class Pairing:
         tree: m.Node,
         into: PreparedDestination,
         options: LandingOptions,
+        tensor_of: TensorOf,
         choice: Selection | None = None,
-        tensor_of: TensorOf | None = None,
     ) -> None:
-        self.into = into
-        all_of_it = tree
-        if tensor_of is not None:
-            tree = checked_in_place(tree, into.objects, tensor_of, choice, strict=options.strict)
-        with with_hints(tree, into.flat.tree):
-            self.matched, self.branches = into.match(
-                tree, choice or Selection(), strict=options.strict, whole=tree is all_of_it
-            )
-        if options.strict:
-            into.check_optimizers(self.branches)
+        self.into, strict, choice = into, options.strict, choice or Selection()
+        checked = checked_in_place(tree, into.objects, tensor_of, choice, strict=strict)
+        with with_hints(checked, into.flat.tree):
+            roots = [path for path, held in into.objects.items() if not held.in_place]
+            if checked is tree and not roots and choice.plain and tree == into.flat.tree:
+                self.matched = Matched([], [], [], into.flat.tree)
+                self.branches: Branches = {}
+            else:
+                modules = [path for path, held in into.objects.items() if held.in_place]
+                checked = without_wrappers(checked, into.flat.tree, modules)
+                found = match(checked, into.flat.tree, roots, choice, strict=strict)
+                self.matched, self.branches = found
+        for path, branch in self.branches.items() if strict else ():
+            optimizer = into.objects[path].object
+            if isinstance(optimizer, torch.optim.Optimizer):
+                check_kind(optimizer, branch, path)
         self.missing, self.extra = self.matched.missing, self.matched.extra
         pairs, self.given = self._for_objects(options)
         self.filled = {index: into.flat.leaves[here] for index, _, here in pairs}

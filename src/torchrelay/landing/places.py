@@ -99,8 +99,7 @@ class Landing(ABC):
     def places(self) -> Places:
         """Where chunks go, for a transport that writes to memory itself instead of `write`."""
 
-    @abstractmethod
-    def arrived(self) -> None:
+    def arrived(self) -> None:  # noqa: B027
         """All bytes have arrived and are not verified yet. Work that does not depend on the result
         is done here, while the transport waits for it."""
 

@@ -15,7 +15,7 @@ from torchrelay.landing.inplace import ExistingTensors
 from torchrelay.landing.options import LandingOptions
 from torchrelay.landing.pairing import Pairing
 from torchrelay.landing.places import Landing
-from torchrelay.landing.workspace import PlainWorkspace, Workspace
+from torchrelay.landing.workspace import Workspace
 from torchrelay.plan.share.rank_share import RankShare
 from torchrelay.record.manifest import tensor_of
 from torchrelay.record.pause import gc_paused
@@ -38,7 +38,7 @@ def land(
     less to do here. Modules in it are filled in place; other objects with `load_state_dict` are
     given what is offered for them.
     """
-    options, workspace = options or LandingOptions(), workspace or PlainWorkspace()
+    options, workspace = options or LandingOptions(), workspace or Workspace()
     with gc_paused():
         if into is None:
             return NewTensors(record, options, workspace)
@@ -48,7 +48,7 @@ def land(
             found = tensor_of(rows[leaf])
             return None if found is None else OfferedTensor(*found, in_boxes=False)
 
-        pairing = Pairing(rows.tree, prepared(into), options, tensor_of=offered)
+        pairing = Pairing(rows.tree, prepared(into), options, offered)
         return ExistingTensors(record, pairing, options, workspace)
 
 
@@ -61,15 +61,16 @@ def land_share(
 ) -> StateLanding:
     """The landing for this rank's share of a recorded state, which depends on the destination.
     `filled` may have memory with the bytes of an image already, for new tensors to keep."""
-    workspace = workspace or PlainWorkspace()
+    workspace = workspace or Workspace()
     with gc_paused():
         if into is None:
             return NewTensors(share.new(), options, workspace, filled)
-        pairing = Pairing(share.tree, prepared(into), options, share.choice, share.tensor_of)
+        pairing = Pairing(share.tree, prepared(into), options, share.tensor_of, share.choice)
         record, pairing.matched, late = share.fitted(
             pairing.into.flat.leaves, pairing.into.layout, pairing.matched, pairing.likes
         )
-        return ExistingTensors(record, pairing, options, workspace, late)
+        compared = {image for one in share.twins for image in (one.first, one.second)}
+        return ExistingTensors(record, pairing, options, workspace, late, compared)
 
 
 def prepared(into: object) -> PreparedDestination:

@@ -24,7 +24,7 @@ import torch
 
 from torchrelay.errors import MismatchError
 from torchrelay.geometry.runs import Moves
-from torchrelay.landing.workspace import LARGE_BYTES, Pairs, PlainWorkspace, allocate
+from torchrelay.landing.workspace import LARGE_BYTES, Pairs, Workspace, allocate
 from torchrelay.memory import threads, vectors
 from torchrelay.memory.gpu import kernels
 from torchrelay.memory.pages import Mapping, paged, populate, release
@@ -142,17 +142,15 @@ class Pool:
             self._idle_bytes -= size
 
 
-class Pooled(PlainWorkspace):
+class Pooled(Workspace):
     """Memory from a pool, copies on several threads or by one kernel."""
 
     def __init__(self, pool: Pool | None) -> None:
         self._pool = pool
         self._tables = kernels.Tables()
 
-    def room(
-        self, sizes: Sequence[int], device: torch.device | str = "cpu"
-    ) -> list[torch.Tensor] | None:
-        if self._pool is None or torch.device(device).type != "cpu":
+    def buffers(self, sizes: Sequence[int]) -> list[torch.Tensor] | None:
+        if self._pool is None:
             return None
         try:
             return self._pool.take(sizes)
@@ -160,7 +158,8 @@ class Pooled(PlainWorkspace):
             raise MismatchError(f"no memory for {sum(sizes)} bytes: {fault}") from None
 
     def stage(self, nbytes: int, device: torch.device | str = "cpu") -> torch.Tensor:
-        found = self.room([nbytes], device) if nbytes >= LARGE_BYTES else None
+        large = nbytes >= LARGE_BYTES and torch.device(device).type == "cpu"
+        found = self.buffers([nbytes]) if large else None
         return allocate(nbytes, device) if found is None else found[0]
 
     def copy(

@@ -10,7 +10,7 @@ import torch
 
 from torchrelay.memory import vectors
 from torchrelay.memory.crew import share_out
-from torchrelay.plan.stream import Stream
+from torchrelay.plan.region import Stream
 
 # Bytes copied by one call: many, because each call may wait for the interpreter, and no more than a
 # small part of the state, so that all threads end together.

@@ -24,13 +24,14 @@ from torchrelay.plan.images import Group, View, stored_dtype
 from torchrelay.plan.outline import TensorRows, outline
 from torchrelay.plan.plain import PlainTensors, find_plain
 from torchrelay.plan.sharded import ShardedLeaves, kind_of_dtensor, kind_of_sharded
+from torchrelay.plan.state_plan import kinds_of_pieces
 from torchrelay.record import manifest as m
 from torchrelay.record.kinds import KindTable
 from torchrelay.record.pause import gc_paused
 from torchrelay.record.rows import distributed_leaf
 from torchrelay.record.schema import ImageKind, LeafKind, Record
 from torchrelay.state import tensors as t
-from torchrelay.state.leaves import finished
+from torchrelay.state.leaves import distributed_parts, finished
 from torchrelay.state.local_parts import tie_of
 from torchrelay.state.objects import flatten_objects
 from torchrelay.state.paths import Path, dotted, show, slots
@@ -123,7 +124,7 @@ class _Describer:
     def _add_group(self, owner: int, group: Group, some: Others, leaf_of: dict[int, int]) -> None:
         """One image for tensors over the same memory: all of it, or bytes that they are views
         of."""
-        first, layout = some.images.view(group.tickets[0]), group.layout
+        first, layout = some.images.views[group.tickets[0]], group.layout
         whole = layout is not None and layout.numel == prod(first.shape)
         if layout is not None and whole:
             low, strides = first.low, None if first.tensor.is_contiguous() else layout.strides
@@ -134,7 +135,7 @@ class _Describer:
             kind = self._kinds.image(ImageKind("uint8", (memory.numel(),), None, 0))
             entry = self._entry(owner, kind, memory, group.tickets[0])
         for ticket in group.tickets:
-            view = some.images.view(ticket)
+            view = some.images.views[ticket]
             strides = None if whole else view.kept_strides
             if ticket in leaf_of:
                 number = self._kinds.leaf(LeafKind(view.dtype, view.shape, strides, view.flags))
@@ -209,15 +210,8 @@ class _Describer:
         place: Numbers = np.empty(len(owners), np.int64)  # of each entry, its image
         order = np.lexsort((np.array(self._tickets, np.int64), owners))
         place[order] = np.arange(len(order))
-        table = [
-            (
-                self._kinds.leaf(LeafKind(kind.dtype, kind.shape, None, kind.flags)),
-                self._kinds.image(ImageKind(stored_dtype(kind.dtype), kind.shape, None, 0)),
-            )
-            for kind in self._plain.kinds
-        ]
-        plain = np.array(table, np.int64).reshape(-1, 2)[self._plain.kind_of]
-        kind_of = np.concatenate([plain[:, 1], np.array(self._image_kinds, np.int64)])
+        plain, images = kinds_of_pieces(self._plain, ShardedLeaves(), self._kinds, boxes=0)
+        kind_of = np.concatenate([images, np.array(self._image_kinds, np.int64)])
         count = len(plain)
         self._finish_others(some, place)
         leaves, kinds, entries, offsets = np.array(self._rows, np.int64).reshape(-1, 4).T
@@ -226,7 +220,7 @@ class _Describer:
             tree,
             len(self._leaves),
             self._others,
-            TensorRows(self._plain.leaf_of, plain[:, 0], place[:count], zeros),
+            TensorRows(self._plain.leaf_of, plain, place[:count], zeros),
             TensorRows(leaves, kinds, place[entries], offsets),
         )
         names, given = self._names(order.tolist())
@@ -242,7 +236,7 @@ class _Describer:
             found = self._parts.get(ticket)
             if found is not None:
                 return replace(found, storage=int(place[found.storage]))
-            view = some.images.view(ticket)
+            view = some.images.views[ticket]
             flags = view.flags & ~m.ON_DEVICE  # a tensor at rest is on none
             return m.TensorLeaf(view.dtype, view.shape, view.kept_strides, -1, 0, flags)
 
@@ -250,8 +244,9 @@ class _Describer:
         for leaf, item in zip(some.leaves, some.described, strict=True):
             if leaf not in rows:
                 self._others[leaf] = record = finished(item, part)
-                if isinstance(record, m.SubclassLeaf):
-                    _refuse_distributed_parts(record, self._paths[leaf])
+                if isinstance(record, m.SubclassLeaf) and any(distributed_parts(record)):
+                    why = "a tensor subclass around a DTensor"
+                    raise UnsupportedLeafError(why, path=show(self._paths[leaf]))
 
     def _names(self, order: Sequence[int]) -> tuple[list[str], tuple[tuple[int, str], ...]]:
         """The names of the images, and those that are not the path of their first leaf."""
@@ -299,11 +294,3 @@ def _bare(view: View) -> torch.Tensor:
         storage, at = tensor.untyped_storage(), t.byte_offset(tensor)
         return t.over_storage(storage, at, record, tensor.stride())
     return tensor.detach()
-
-
-def _refuse_distributed_parts(leaf: m.SubclassLeaf, path: Path) -> None:
-    for part in (*leaf.parts, *leaf.context_leaves):
-        if isinstance(part, (m.DTensorLeaf, m.ShardedLeaf)):
-            raise UnsupportedLeafError("a tensor subclass around a DTensor", path=show(path))
-        if isinstance(part, m.SubclassLeaf):
-            _refuse_distributed_parts(part, path)

@@ -27,7 +27,7 @@ class CastRegion(Region):
     __slots__ = ("_dtype",)
 
     def __init__(self, tensor: torch.Tensor, dtype: torch.dtype) -> None:
-        self.keep, self._dtype, self._address = tensor, dtype, 0
+        self.keep, self._dtype, self.address = tensor, dtype, 0
         self._itemsize, self._run = dtype.itemsize, False
         self.nbytes = tensor.numel() * dtype.itemsize
         self._view = tensor.view(-1) if tensor.is_contiguous() else tensor
@@ -72,7 +72,10 @@ class StandIns:
             is_cast = leaf.is_floating_point() and leaf.dtype is not self.dtype
             if t.is_plain(local):
                 if local.numel() and not local.is_meta:
-                    place = _ViewPlace.of(local, number, is_cast)
+                    shape, strides = tuple(local.shape), local.stride()
+                    low = t.byte_offset(local)
+                    high = low + extent(shape, strides) * local.element_size()
+                    place = _ViewPlace(low, high, (local.dtype, shape, strides), number, is_cast)
                     placed.setdefault(t.storage_id(local), []).append(place)
                 if is_cast:
                     found[number] = self._stand_in(leaf, local)
@@ -126,14 +129,6 @@ class _ViewPlace(NamedTuple):
     geometry: Geometry
     number: int
     is_cast: bool
-
-    @classmethod
-    def of(cls, tensor: torch.Tensor, number: int, is_cast: bool) -> _ViewPlace:
-        low = t.byte_offset(tensor)
-        shape, strides = tuple(tensor.shape), tensor.stride()
-        high = low + extent(shape, strides) * tensor.element_size()
-        geometry = tensor.dtype, shape, strides
-        return cls(low, high, geometry, number, is_cast)
 
 
 def _check_apart(views: list[_ViewPlace], path_of: Callable[[int], str]) -> None:

@@ -39,11 +39,8 @@ Key = int | tuple[str, int, int]
 
 
 class View(msgspec.Struct, frozen=True, gc=False):
-    """One tensor's geometry; `low` and `high` are addresses, and `key` is its storage.
-
-    `run`: a contiguous tensor in host memory. (A struct: there is one a tensor, and a named tuple
-    costs several times as much to make.)
-    """
+    """One tensor's geometry; `low` and `high` are addresses, and `key` is its storage. (A struct:
+    there is one a tensor, and a named tuple costs several times as much to make.)"""
 
     tensor: torch.Tensor
     shape: tuple[int, ...]
@@ -53,7 +50,6 @@ class View(msgspec.Struct, frozen=True, gc=False):
     high: int
     dtype: str
     flags: int
-    run: bool
     key: Key
 
     @property
@@ -65,6 +61,9 @@ class View(msgspec.Struct, frozen=True, gc=False):
         """Whether its storage has all of these bytes."""
         end = self.origin + self.tensor.untyped_storage().nbytes()
         return self.origin <= low and high <= end
+
+    def bytes(self, low: int, high: int) -> torch.Tensor:
+        return flat_bytes(self.tensor.untyped_storage(), low - self.origin, high - low)
 
     def within(self, low: int) -> Geometry:
         return self.low - low, self.itemsize, self.shape, self.strides
@@ -99,14 +98,14 @@ PART, LEAF, SHARDED = -2, -1, 0
 
 
 class Images:
-    """Collects tensors, then says how their bytes are laid out.
+    """Collects tensors as `views`, by ticket, then says how their bytes are laid out.
 
-    Plain tensors that reach into no other do not come here: `pieces` deals with those.
+    Plain tensors that reach into no other do not come here: those are `Pieces`.
     """
 
     def __init__(self) -> None:
-        self._views: list[View] = []
-        self._where: list[ImagePlace] = []
+        self.views: list[View] = []
+        self.places: list[ImagePlace] = []
         self._by_key: dict[Key, list[int]] = {}
         self._seen: list[int] = []  # those whose addresses say whether they share memory
 
@@ -115,16 +114,15 @@ class Images:
         where its memory is that of others."""
         if tensor.dim() > m.MAX_DIMS:
             raise UnsupportedLeafError(f"{tensor.dim()} dimensions, the cap is {m.MAX_DIMS}")
-        ticket = len(self._views)
+        ticket = len(self.views)
         shape, strides, size = tuple(tensor.shape), tensor.stride(), tensor.element_size()
         dtype, flags = NAMES[tensor.dtype], flags_of(tensor)
         nbytes = extent(shape, strides) * size
         if nbytes == 0 or tensor.is_meta:
             flags |= m.META if tensor.is_meta else 0 if tensor.is_cpu else m.ON_DEVICE
-            self._views.append(View(tensor, shape, strides, size, 0, 0, dtype, flags, False, 0))
+            self.views.append(View(tensor, shape, strides, size, 0, 0, dtype, flags, 0))
             return ticket
-        dense = tensor.is_contiguous()
-        if dense:
+        if tensor.is_contiguous():
             strides = contiguous_strides(shape)  # torch lets those of size-1 dimensions be anything
         low = tensor.data_ptr()
         origin = low - byte_offset(tensor)
@@ -135,14 +133,11 @@ class Images:
         elif host or tensor.is_cuda:
             self._seen.append(ticket)
         self._by_key.setdefault(key, []).append(ticket)
-        run = dense and host
-        self._views.append(
-            View(tensor, shape, strides, size, low, low + nbytes, dtype, flags, run, key)
-        )
+        self.views.append(View(tensor, shape, strides, size, low, low + nbytes, dtype, flags, key))
         return ticket
 
     def __len__(self) -> int:
-        return len(self._views)
+        return len(self.views)
 
     @property
     def origins(self) -> list[int]:
@@ -156,7 +151,7 @@ class Images:
     @property
     def spans(self) -> tuple[Column, Column]:
         """Where the memory begins and ends that tensors here may share with others."""
-        views = [self._views[ticket] for ticket in self._seen]
+        views = [self.views[ticket] for ticket in self._seen]
         lows, highs = [view.low for view in views], [view.high for view in views]
         return np.array(lows, np.uint64), np.array(highs, np.uint64)
 
@@ -168,7 +163,7 @@ class Images:
             return self._by_key
         home = {key: key for key in self._by_key}
         for group in overlapping(list(zip(lows.tolist(), highs.tolist(), strict=True))):
-            first, *rest = {_home(home, self._views[self._seen[n]].key) for n in group}
+            first, *rest = {_home(home, self.views[self._seen[n]].key) for n in group}
             home.update(dict.fromkeys(rest, first))
         found: dict[Key, list[int]] = {}
         for key, tickets in self._by_key.items():
@@ -180,31 +175,23 @@ class Images:
         """The first ticket in each image."""
         return [min(tickets) for tickets in self._storages.values()]
 
-    @property
-    def tensors(self) -> list[torch.Tensor]:
-        """The tensors that were taken in, by ticket."""
-        return [view.tensor for view in self._views]
-
-    def view(self, ticket: int) -> View:
-        return self._views[ticket]
-
     def groups(self) -> Iterator[Group]:
         """The tensors that have bytes, by the memory that they share."""
         for tickets in self._storages.values():
             yield from self._groups(tickets)
 
     def _groups(self, tickets: list[int]) -> Iterator[Group]:
-        spans = [(self._views[ticket].low, self._views[ticket].high) for ticket in tickets]
+        spans = [(self.views[ticket].low, self.views[ticket].high) for ticket in tickets]
         for found in overlapping(spans):
             group = sorted(tickets[index] for index in found)
-            first = self._views[group[0]]
-            alike = all(self._views[ticket].within(0) == first.within(0) for ticket in group[1:])
+            first = self.views[group[0]]
+            alike = all(self.views[ticket].within(0) == first.within(0) for ticket in group[1:])
             yield Group(group, packed(first.shape, first.strides) if alike else None)
 
     def memory(self, tickets: Sequence[int]) -> tuple[int, torch.Tensor]:
         """Where the common extent of tensors begins, and its bytes, with zeros in place of those
         that none of them touches."""
-        views = [self._views[ticket] for ticket in tickets]
+        views = [self.views[ticket] for ticket in tickets]
         first = min(views, key=lambda view: view.low)
         largest = max(views, key=lambda view: view.itemsize)
         low = first.low - (first.low - largest.low) % largest.itemsize  # so that each stays aligned
@@ -217,20 +204,20 @@ class Images:
                 )
         whole = next((view for view in views if view.reaches(low, high)), None)
         if whole is not None:
-            memory = _bytes_of(whole, low, high)
+            memory = whole.bytes(low, high)
         else:  # no storage has it all
             memory = torch.zeros(high - low, dtype=torch.uint8, device=first.tensor.device)
             for view in views:
-                memory[view.low - low : view.high - low] = _bytes_of(view, view.low, view.high)
+                memory[view.low - low : view.high - low] = view.bytes(view.low, view.high)
         mask = touched([view.within(low) for view in views], high - low)
         return low, memory if mask is None else memory * mask.to(memory.device)
 
     def resolve(self, roles: Sequence[int], sharded: Sequence[ShardedKind]) -> list[Image]:
-        """The images, by storage in order of first use. After this `place` can be asked.
+        """The images, by storage in order of first use. After this, `places` has them by ticket.
 
         `roles` has what each tensor is to the state, `sharded` the kinds of distributed ones.
         """
-        self._where = [NOWHERE] * len(self._views)
+        self.places = [NOWHERE] * len(self.views)
         images: list[Image] = []
         for storage, tickets in enumerate(self._storages.values()):
             end = 0
@@ -246,13 +233,13 @@ class Images:
         self, group: Group, number: int, roles: set[int], sharded: Sequence[ShardedKind]
     ) -> tuple[ImageKind, str, Region]:
         tickets, layout = group
-        first = self._views[tickets[0]]
+        first = self.views[tickets[0]]
         device = "cpu" if isinstance(first.key, int) else first.key[0]
         if layout is None:
             low, memory = self.memory(tickets)
             for ticket in tickets:
-                view = self._views[ticket]
-                self._where[ticket] = ImagePlace(
+                view = self.views[ticket]
+                self.places[ticket] = ImagePlace(
                     number, view.low - low, view.kept_strides, whole=False
                 )
             region = Region(memory, (memory.numel(),), (1,), (0,))
@@ -272,16 +259,12 @@ class Images:
             found = ImageKind("uint8", (region.nbytes,))
         place = ImagePlace(number, 0, None if whole else strides, whole)
         for ticket in tickets:
-            self._where[ticket] = place
+            self.places[ticket] = place
         return found, device, region
-
-    def place(self, ticket: int) -> ImagePlace:
-        """Where a tensor lies."""
-        return self._where[ticket]
 
     def leaf(self, ticket: int, numbers: Sequence[int]) -> m.TensorLeaf:
         """The record of a tensor. `numbers` has the number of each image in the state's record."""
-        view, place = self._views[ticket], self._where[ticket]
+        view, place = self.views[ticket], self.places[ticket]
         if place.image < 0:
             return m.TensorLeaf(view.dtype, view.shape, view.kept_strides, -1, 0, view.flags)
         image = numbers[place.image]
@@ -313,10 +296,6 @@ def stored_dtype(dtype: str) -> str:
     return _STORED.get(dtype, dtype)
 
 
-def _bytes_of(view: View, low: int, high: int) -> torch.Tensor:
-    return flat_bytes(view.tensor.untyped_storage(), low - view.origin, high - low)
-
-
 def _home(homes: dict[Key, Key], key: Key) -> Key:
     while homes[key] != key:
         key = homes[key]
@@ -344,22 +323,7 @@ def touched(views: Sequence[Geometry], nbytes: int) -> torch.Tensor | None:
         if layout is not None and layout.numel * itemsize == nbytes:
             return None
     marks = np.zeros(nbytes, dtype=np.uint8)
-    for view in views:
-        mark_touched(marks, *view)
+    for offset, itemsize, shape, strides in views:
+        steps = (*(stride * itemsize for stride in strides), 1)
+        np.lib.stride_tricks.as_strided(marks[offset:], (*shape, itemsize), steps)[...] = 1
     return None if marks.all() else torch.from_numpy(marks)
-
-
-def mark_touched(
-    touched: np.ndarray[tuple[int], np.dtype[np.uint8]],
-    offset: int,
-    itemsize: int,
-    shape: tuple[int, ...],
-    strides: tuple[int, ...],
-) -> None:
-    """Set the bytes that a view at byte `offset` touches to 1."""
-    view = np.lib.stride_tricks.as_strided(
-        touched[offset:],
-        shape=(*shape, itemsize),
-        strides=(*(stride * itemsize for stride in strides), 1),
-    )
-    view[...] = 1

@@ -1,22 +1,20 @@
-"""Outlines of a record, made from the columns of their tensor leaves and from all other leaves."""
+"""Outlines of a record, made from the columns of their tensor leaves and from all other leaves;
+and the trees of several outlines as one, from which a load or a receive chooses."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
+from msgspec.structs import replace
 
 from torchrelay.geometry.boxes import Numbers
 from torchrelay.record import manifest as m
+from torchrelay.record.keys import identities
 from torchrelay.record.kinds import KindTable
-from torchrelay.record.schema import (
-    ImageKind,
-    LeafKind,
-    Record,
-    StateOutline,
-    column_of,
-)
+from torchrelay.record.schema import ImageKind, LeafKind, Record, StateOutline, column_of
+from torchrelay.record.values import Key
 
 
 class TensorRows(NamedTuple):
@@ -58,7 +56,14 @@ def in_rows(tree: m.Node, leaves: Sequence[m.Leaf], images: Sequence[ImageKind])
     rows: list[tuple[int, int, int, int]] = []
     others: dict[int, m.Leaf] = {}
     for index, leaf in enumerate(leaves):
-        if isinstance(leaf, m.TensorLeaf) and _is_image(leaf, images):
+        if (
+            isinstance(leaf, m.TensorLeaf)
+            and leaf.storage >= 0
+            and not leaf.offset
+            and not leaf.flags & m.META
+            and (images[leaf.storage].shape, images[leaf.storage].strides)
+            == (leaf.shape, leaf.strides)
+        ):
             kind = kinds.leaf(LeafKind(leaf.dtype, leaf.shape, None, leaf.flags))
             rows.append((index, kind, leaf.storage, 0))
         else:
@@ -68,8 +73,60 @@ def in_rows(tree: m.Node, leaves: Sequence[m.Leaf], images: Sequence[ImageKind])
     return kinds.record((outline(tree, len(leaves), others, columns),), kind_of)
 
 
-def _is_image(leaf: m.TensorLeaf, images: Sequence[ImageKind]) -> bool:
-    if leaf.storage < 0 or leaf.offset or leaf.flags & m.META:
-        return False
-    image = images[leaf.storage]
-    return image.shape == leaf.shape and image.strides == leaf.strides
+def laid_over(trees: Sequence[tuple[m.Node, int]]) -> m.Node:
+    """Trees, each with its number of leaves, laid over each other: where two have a path, the first
+    counts, and dicts take the keys that later ones add. The leaves of each are counted on from
+    those of the ones before it."""
+    nodes, shift = [], 0
+    for tree, leaves in trees:
+        nodes.append(shifted(tree, shift) if shift else tree)
+        shift += leaves
+    return _merged(nodes)
+
+
+def _merged(nodes: Sequence[m.Node]) -> m.Node:
+    top, dicts = nodes[0], [node for node in nodes if isinstance(node, m.DictNode)]
+    if not isinstance(top, m.DictNode) or len(dicts) == 1:
+        return top
+    found: dict[str | bytes, tuple[Key, list[m.Node]]] = {}
+    for node in dicts:
+        for name, key, item in zip(identities(node.keys), node.keys, node.items, strict=True):
+            found.setdefault(name, (key, []))[1].append(item)
+    keys, items = zip(*found.values(), strict=True) if found else ((), ())
+    return replace(top, keys=keys, items=tuple(map(_merged, items)))
+
+
+def shifted(node: m.Node, by: int) -> m.Node:
+    """A tree whose leaves have indices that are higher `by` so much."""
+    return renumbered(node, by.__add__)
+
+
+def renumbered(node: m.Node, number: Callable[[int], int]) -> m.Node:
+    """A tree whose leaves have other indices, asked for in the order of the tree."""
+    if isinstance(node, int):
+        return number(node)
+    if isinstance(node, m.RecordNode):
+        return m.RecordNode(node.name, renumbered(node.body, number))
+    return replace(node, items=tuple([renumbered(item, number) for item in node.items]))
+
+
+def pruned(tree: m.Node, wanted: Collection[int], nothing: int) -> m.Node:
+    """The part of a tree that has these leaves: dicts lose the other keys, and the leaf `nothing`
+    takes the places of other items in sequences."""
+
+    def visit(node: m.Node) -> m.Node | None:
+        if isinstance(node, int):
+            return node if node in wanted else None
+        if isinstance(node, m.RecordNode):
+            return None if visit(node.body) is None else node
+        items = [visit(item) for item in node.items]
+        if all(item is None for item in items):
+            return None
+        if isinstance(node, m.DictNode):
+            kept = [(k, i) for k, i in zip(node.keys, items, strict=True) if i is not None]
+            keys, values = zip(*kept, strict=True)
+            return replace(node, keys=keys, items=values)
+        return replace(node, items=tuple(nothing if item is None else item for item in items))
+
+    found = visit(tree)
+    return m.DictNode("dict", (), ()) if found is None else found

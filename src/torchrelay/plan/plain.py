@@ -28,7 +28,6 @@ _TYPES = frozenset((torch.Tensor, torch.nn.Parameter))
 _data_ptr, _size = _Tensor.data_ptr, _Tensor.size
 _storage_offset: Any = _Tensor.storage_offset
 _SAMPLE = 16  # one tensor of that many is looked at before a guess
-ITEMSIZE, NBYTES = 3, 4  # fields of a `TensorKind`
 
 
 class TensorKind(NamedTuple):
@@ -78,16 +77,11 @@ class PlainTensors:
         """The addresses, as a column."""
         return np.array(self.addresses, np.uint64)
 
-    def each(self, field: int) -> Column:
-        """A number that is a field of `TensorKind`, of each tensor."""
-        table: Column = np.array([kind[field] for kind in self.kinds], np.uint64)
-        column: Column = table[self.kind_of]
-        return column
-
     @cached_property
     def nbytes(self) -> Column:
         """The bytes of each."""
-        return self.each(NBYTES)
+        table: Column = np.array([kind.nbytes for kind in self.kinds], np.uint64)
+        return table[self.kind_of]
 
     @cached_property
     def on_host(self) -> np.ndarray[Any, np.dtype[np.bool_]]:
@@ -101,7 +95,8 @@ class PlainTensors:
         """The address at which the storage of each starts."""
         if not any(self.offsets):
             return self.address_of
-        return self.address_of - np.array(self.offsets, np.uint64) * self.each(ITEMSIZE)
+        sizes = np.array([kind.itemsize for kind in self.kinds], np.uint64)
+        return self.address_of - np.array(self.offsets, np.uint64) * sizes[self.kind_of]
 
     def of(self, leaves: Sequence[Any]) -> Sequence[Any]:
         """The plain ones of these leaves."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from math import prod
 from typing import NamedTuple
 
@@ -56,17 +56,13 @@ class BoxRead(NamedTuple):
 
 def plan_reads(stored: StoredTensor, box: Box, place: torch.Tensor) -> Iterator[BoxRead]:
     """The reads that fill `place` with a box of a stored tensor: each element of it once."""
-    for shard in _near(stored.shards, box):
+    shards: Iterable[Shard] = stored.shards
+    if isinstance(shards, Shards):  # many: most have no elements of the box
+        shards = map(shards.__getitem__, shards.kind.near(box))
+    for shard in shards:
         around = shard.offsets, shard.sizes
         if around == box:
             yield BoxRead(stored, shard, (0,) * len(shard.sizes), shard.sizes, place)
         elif (both := shared(around, box)) is not None:
             part = cut(place, within(both, box), both[1])
             yield BoxRead(stored, shard, within(both, around), both[1], part)
-
-
-def _near(shards: Sequence[Shard], box: Box) -> Iterable[Shard]:
-    """The shards that may have elements of a box of a destination."""
-    if isinstance(shards, Shards):
-        return map(shards.__getitem__, shards.kind.near(box))
-    return shards

@@ -1,4 +1,4 @@
-"""A snapshot: the record of a state and where its bytes are.
+"""A snapshot: the record of a state and where its bytes are; and parts of one.
 
 It is borrowed: valid while the caller keeps the tensors alive and unchanged.
 """
@@ -14,17 +14,26 @@ import numpy as np
 import torch
 
 from torchrelay.errors import StateError
-from torchrelay.geometry.boxes import Numbers
+from torchrelay.geometry.boxes import Numbers, run_of
 from torchrelay.geometry.chunks import MIB, Chunks
 from torchrelay.geometry.runs import Column, Copy, Runs
 from torchrelay.plan.description import Others, taken_apart
-from torchrelay.plan.region import Region
+from torchrelay.plan.region import Region, Stream
 from torchrelay.plan.sharded import ShardedLeaves, find_sharded
 from torchrelay.plan.state_plan import StatePlan
-from torchrelay.plan.stream import Stream
 from torchrelay.record.encoding import encode
 from torchrelay.record.pause import gc_paused
+from torchrelay.record.reads import Reads
 from torchrelay.record.rows import Marks
+from torchrelay.record.schema import (
+    VERSION,
+    ImageKind,
+    LeafKind,
+    Record,
+    StateOutline,
+    VolumeRecord,
+)
+from torchrelay.state.local_parts import cut
 from torchrelay.state.objects import flatten_objects
 from torchrelay.state.paths import LeafPaths
 from torchrelay.state.tensors import flat_bytes, versions_of
@@ -106,7 +115,7 @@ class Snapshot(Sendable):
         self._plan = planned
         self._others = others
         self._plain = planned.pieces.plain.of(sharded.local_leaves(flat.leaves))
-        self._versions = versions, versions_of(others.images.tensors)
+        self._versions = versions, self._other_versions()
         self._images = dict(zip(planned.other_numbers, planned.others, strict=True))
         self.stream = self._memory()
 
@@ -152,8 +161,11 @@ class Snapshot(Sendable):
         images = self._plan.piece_images.tolist()
         return {image: piece for piece, image in enumerate(images)}
 
+    def _other_versions(self) -> list[int]:
+        return versions_of([view.tensor for view in self._others.images.views])
+
     def changed(self) -> str | None:
-        now = versions_of(self._plain), versions_of(self._others.images.tensors)
+        now = versions_of(self._plain), self._other_versions()
         if now == self._versions:
             return None
         owners = (self._plan.pieces.plain.leaves, self._others.owners)
@@ -164,6 +176,68 @@ class Snapshot(Sendable):
             if old != new
         )
         return show(LeafPaths(self.record.outlines[0].tree)[leaf])
+
+
+class SnapshotPart(Sendable):
+    """Reads of a snapshot as a stream of their own, for a receiver that takes parts. It keeps the
+    snapshot, for whose record the reads are valid."""
+
+    def __init__(self, snapshot: Snapshot, reads: Reads) -> None:
+        self._snapshot, self._reads = snapshot, reads
+        self.step, self.devices = snapshot.step, snapshot.devices
+        self.chunks = reads.layout(snapshot.record)
+        self._addresses: Numbers = snapshot.addresses[reads.images]
+        self._regions: dict[int, Region] = {}  # what is not one run of host memory
+        for number, box in zip(reads.cut_reads.tolist(), reads.boxes(snapshot.record), strict=True):
+            if 0 in box[1]:
+                continue
+            image = int(reads.images[number])
+            tensor = snapshot.tensor(image)
+            run = run_of(box, tensor.shape) if self._addresses[number] else None
+            if run is not None and snapshot.record.kind_of_image(image).strides is None:
+                self._addresses[number] += run * tensor.element_size()
+                continue
+            region = Region.row_major(cut(tensor.detach(), *box))
+            self._addresses[number] = region.address
+            if not region.address:
+                self._regions[number] = region
+        for number in np.flatnonzero(
+            (self._addresses == 0) & (self.chunks.image_bytes > 0)
+        ).tolist():
+            if number not in self._regions:
+                self._regions[number] = snapshot.region(int(reads.images[number]))
+        here = np.flatnonzero(self._addresses)
+        columns = (self.chunks.places, self._addresses, self.chunks.image_bytes)
+        host = Runs(*(column[here].astype(np.uint64) for column in columns))
+        regions = [(self.chunks.start_of(n), self._regions[n]) for n in sorted(self._regions)]
+        self.stream = Stream(host, regions, self.chunks.stream_bytes)
+
+    def encoded(self) -> bytes:
+        """A record of all of the bytes as one tensor."""
+        total = self.chunks.stream_bytes
+        cuts = np.array(self.chunks.sizes, np.int64) if self.chunks.sizes else None
+        return encode(
+            Record(
+                version=VERSION,
+                step=self.step,
+                outlines=(StateOutline(0, 1),),
+                kinds=(LeafKind("uint8", (total,)),),
+                images=1,
+                image_kinds=(ImageKind("uint8", (total,)),),
+                volumes=(VolumeRecord("", total, cuts=cuts),),
+            )
+        )
+
+    def changed(self) -> str | None:
+        return self._snapshot.changed()
+
+    def region(self, number: int) -> Region:
+        found = self._regions.get(number)
+        if found is None:
+            tensor = self._snapshot.tensor(int(self._reads.images[number]))
+            nbytes = int(self.chunks.image_bytes[number])
+            found = Region.dense(tensor, int(self._addresses[number]), nbytes)
+        return found
 
 
 def _far(places: Column, marks: Marks, tensors: Sequence[Any]) -> list[tuple[int, torch.Tensor]]:

@@ -10,10 +10,10 @@ import numpy as np
 
 from torchrelay.geometry import chunks as cutting
 from torchrelay.geometry.boxes import Numbers
-from torchrelay.plan.description import Others
+from torchrelay.plan.description import Indices, Others, Pieces
 from torchrelay.plan.images import LEAF, SHARDED, Image, stored_dtype
 from torchrelay.plan.outline import TensorRows, outline
-from torchrelay.plan.pieces import Indices, Pieces
+from torchrelay.plan.plain import PlainTensors
 from torchrelay.plan.sharded import ShardedKind, ShardedLeaves
 from torchrelay.record import manifest as m
 from torchrelay.record.kinds import KindTable
@@ -56,7 +56,7 @@ class StatePlan:
         self.piece_images: Indices = order[:count]
         self.other_numbers: list[int] = order[count : len(order) - empties].tolist()
         # Kinds and images.
-        row_kinds, image_kinds = _kinds_of_pieces(pieces, sharded, kinds)
+        row_kinds, image_kinds = kinds_of_pieces(pieces.plain, sharded, kinds)
         kind_of: Numbers = np.empty(len(order), np.int64)
         kind_of[order] = np.concatenate(
             [image_kinds, np.array([*map(kinds.image, odd.image_kinds)], np.int64)]
@@ -151,11 +151,11 @@ class StatePlan:
         return outline(flat.tree, len(flat.leaves), others, *rows)
 
 
-def _kinds_of_pieces(
-    pieces: Pieces, sharded: ShardedLeaves, kinds: KindTable
+def kinds_of_pieces(
+    plain: PlainTensors, sharded: ShardedLeaves, kinds: KindTable, boxes: int = 1
 ) -> tuple[Numbers, Numbers]:
-    """Of each piece, the kind of its leaf and that of its image."""
-    plain = pieces.plain
+    """Of each piece, the kind of its leaf and that of its image. `boxes` is the number of boxes of
+    an image that is not distributed."""
     of = sharded.kinds_of(plain)
     count = len(plain.kinds)
     found: Numbers = np.zeros((2, count + len(sharded.kinds)), np.int64)
@@ -163,7 +163,7 @@ def _kinds_of_pieces(
         if number < count:
             kind = plain.kinds[number]
             leaf = kinds.leaf(LeafKind(kind.dtype, kind.shape, None, kind.flags))
-            image = ImageKind(stored_dtype(kind.dtype), kind.shape)
+            image = ImageKind(stored_dtype(kind.dtype), kind.shape, None, boxes)
         else:
             part = sharded.kinds[number - count]
             leaf, image = part.number_in(kinds), part.image
@@ -201,7 +201,7 @@ class _OddRows:
 
     def _add(self, leaf: int, ticket: int, role: int) -> bool:
         """Have a leaf in a row; whether it can be."""
-        view, place = self._some.images.view(ticket), self._some.images.place(ticket)
+        view, place = self._some.images.views[ticket], self._some.images.places[ticket]
         if view.flags & m.META or (role >= SHARDED and place.image >= 0 and not place.whole):
             return False
         image = place.image

@@ -90,6 +90,7 @@ class Names(Sequence[str]):
     def __init__(self, record: Record) -> None:
         self._record = record
         self._given = dict(record.names)
+        self._paths: dict[int, LeafPaths] = {}  # by outline
 
     def __len__(self) -> int:
         return self._record.images
@@ -116,10 +117,6 @@ class Names(Sequence[str]):
             order = np.argsort(-of_leaves, kind="stable")  # what is put last stays
             outlines[images], leaves[images[order]] = number, of_leaves[order]
         return outlines, leaves
-
-    @cached_property
-    def _paths(self) -> dict[int, LeafPaths]:
-        return {}
 
     def __getitem__(self, image: Any) -> Any:
         if isinstance(image, slice):

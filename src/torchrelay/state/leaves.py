@@ -9,11 +9,12 @@ from __future__ import annotations
 import dataclasses
 import enum
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any, Literal, Protocol
 
 import numpy as np
 import torch
+from msgspec.structs import replace
 
 from torchrelay.errors import RelayError, UnsupportedLeafError
 from torchrelay.geometry.strides import contiguous_strides
@@ -47,7 +48,7 @@ def describe(leaf: object, path: Path, add: Add) -> int | Finish:
     try:
         if isinstance(leaf, torch.Tensor):
             return add(leaf) if t.is_plain(leaf) else _tensor(leaf, path, add)
-        record = _value(leaf, add)
+        return _value(leaf, add)
     except RelayError as fault:
         fault.path = fault.path or show(path)
         raise
@@ -55,7 +56,6 @@ def describe(leaf: object, path: Path, add: Add) -> int | Finish:
         raise UnsupportedLeafError(
             f"a leaf of type {fault} cannot travel: {_remedy(leaf)}", path=show(path)
         ) from None
-    return record
 
 
 def _remedy(leaf: object) -> str:
@@ -137,18 +137,25 @@ def _plain_part(tensor: torch.Tensor, what: str, add: Add) -> int:
 
 
 def _dtensor(leaf: t.DTensor, add: Add) -> Finish:
-    local, spec = t.dtensor_parts(leaf)
-    ticket = _plain_part(local, "the local part of a DTensor", add)
+    ticket = _plain_part(t.dtensor_parts(leaf)[0], "the local part of a DTensor", add)
+    flags = t.flags_of(leaf) & (m.REQUIRES_GRAD | m.PARAMETER)
+    found = dtensor_leaf(leaf, m.TensorLeaf("", (), None, -1), flags)
+    return lambda part: replace(found, local=part(ticket))
+
+
+def dtensor_leaf(tensor: t.DTensor, local: m.TensorLeaf, flags: int = 0) -> m.DTensorLeaf:
+    """The record of a DTensor around that of its local part."""
+    _, spec = t.dtensor_parts(tensor)
     coordinate = spec.mesh.get_coordinate()
-    facts: dict[str, Any] = {
-        "mesh": mesh_record(spec.mesh),
-        "placements": tuple(t.placement_record(p) for p in spec.placements),
-        "shape": tuple(leaf.shape),
-        "strides": tuple(leaf.stride()),
-        "coordinate": None if coordinate is None else tuple(coordinate),
-        "flags": t.flags_of(leaf) & (m.REQUIRES_GRAD | m.PARAMETER),
-    }
-    return lambda part: m.DTensorLeaf(part(ticket), **facts)
+    return m.DTensorLeaf(
+        local,
+        mesh_record(spec.mesh),
+        tuple(map(t.placement_record, spec.placements)),
+        tuple(tensor.shape),
+        tuple(tensor.stride()),
+        None if coordinate is None else tuple(coordinate),
+        flags,
+    )
 
 
 def _sharded(leaf: t.ShardedTensor, add: Add) -> Finish:
@@ -234,6 +241,15 @@ def is_plain(leaf: m.Leaf) -> bool:
     return isinstance(leaf, m.SizeLeaf) or (isinstance(leaf, m.ValueLeaf) and leaf.kind == "plain")
 
 
+def distributed_parts(leaf: m.Leaf) -> Iterator[m.DTensorLeaf | m.ShardedLeaf]:
+    """The distributed tensors that a leaf is, or is around."""
+    if isinstance(leaf, (m.DTensorLeaf, m.ShardedLeaf)):
+        yield leaf
+    elif isinstance(leaf, m.SubclassLeaf):
+        for part in (*leaf.parts, *leaf.context_leaves):
+            yield from distributed_parts(part)
+
+
 def check_buildable(leaf: m.Leaf) -> None:
     """Raise `UnsupportedLeafError` if this process lacks what the leaf needs (dtype, type)."""
     if is_plain(leaf):
@@ -275,7 +291,9 @@ def build(leaf: m.Leaf, part: Part, rank: int) -> object:
     if isinstance(leaf, m.ShardedLeaf):
         return t.sharded([part(shard) for shard in leaf.shards], leaf, rank)
     if isinstance(leaf, m.SparseLeaf):
-        return _build_sparse(leaf, [part(piece) for piece in leaf.parts])
+        coalesced = bool(leaf.flags & m.COALESCED)
+        sparse = t.sparse(leaf.layout, [*map(part, leaf.parts)], leaf.shape, coalesced)
+        return t.with_flags(sparse, leaf.flags)
     if isinstance(leaf, m.QuantizedLeaf):
         return _build_quantized(leaf, part)
     return _build_subclass(leaf, part, rank)
@@ -291,11 +309,6 @@ def _build_array(leaf: m.ArrayLeaf, part: Part) -> object:
     else:
         array = np.empty(leaf.shape, dtype, order=order)
     return array[()] if leaf.scalar else array
-
-
-def _build_sparse(leaf: m.SparseLeaf, pieces: Sequence[torch.Tensor]) -> torch.Tensor:
-    coalesced = bool(leaf.flags & m.COALESCED)
-    return t.with_flags(t.sparse(leaf.layout, pieces, leaf.shape, coalesced), leaf.flags)
 
 
 def _build_quantized(leaf: m.QuantizedLeaf, part: Part) -> torch.Tensor:

@@ -10,7 +10,7 @@ is filled in place as modules are.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -116,24 +116,24 @@ def flatten_objects(state: object) -> tuple[Flat, Objects]:
     def opened(value: object, path: Path) -> object:
         if not _is_stateful(value):
             return value
-        found = objects[path] = _held(value, path)
-        if found.in_place:
-            objects.update(((*path, key), held) for key, held in _extra_states(found.state))
-        return found.state
+        try:
+            state = value.state_dict()  # type: ignore[attr-defined]
+        except Exception as fault:
+            raise UnsupportedLeafError(
+                f"{type(value).__name__}.state_dict() failed: {fault!r}", path=show(path)
+            ) from fault
+        wrapped = WrappedState.of(value, state) if isinstance(value, torch.nn.Module) else None
+        bare = state if wrapped is None else wrapped.bare
+        found = objects[path] = StatefulObject(value, bare, wrapped)
+        for key in bare if found.in_place and isinstance(bare, dict) else ():
+            if isinstance(key, str) and key.rpartition(".")[2] == _EXTRA_STATE:
+                inside = *path, key
+                objects[inside] = StatefulObject(ExtraState(bare, key), bare[key])
+        return bare
 
     flat = flatten(state, opened)
     _strip_parameter_names(flat, objects)
     return flat, objects
-
-
-def _held(value: object, path: Path) -> StatefulObject:
-    state = _state_of(value, path)
-    wrapped = WrappedState.of(value, state) if isinstance(value, torch.nn.Module) else None
-    return (
-        StatefulObject(value, state)
-        if wrapped is None
-        else StatefulObject(value, wrapped.bare, wrapped)
-    )
 
 
 def _strip_parameter_names(flat: Flat, objects: Objects) -> None:
@@ -152,14 +152,6 @@ def _strip_parameter_names(flat: Flat, objects: Objects) -> None:
                 flat.leaves[leaf] = names.get(flat.leaves[leaf], flat.leaves[leaf])
 
 
-def _extra_states(states: Any) -> Iterator[tuple[str, StatefulObject]]:
-    """By their keys in a module's state dict."""
-    for key in states if isinstance(states, dict) else ():
-        if isinstance(key, str) and key.rpartition(".")[2] == _EXTRA_STATE:
-            extra = ExtraState(states, key)
-            yield key, StatefulObject(extra, extra.state_dict())
-
-
 def _is_stateful(value: object) -> bool:
     return (
         not isinstance(value, (torch.Tensor, type))
@@ -167,12 +159,3 @@ def _is_stateful(value: object) -> bool:
         and callable(getattr(value, "load_state_dict", None))
         and codec_of(type(value)) is None
     )
-
-
-def _state_of(stateful: Any, path: Path) -> object:
-    try:
-        return stateful.state_dict()
-    except Exception as fault:
-        raise UnsupportedLeafError(
-            f"{type(stateful).__name__}.state_dict() failed: {fault!r}", path=show(path)
-        ) from fault

@@ -44,15 +44,15 @@ def with_own_parameter_names(optimizer: torch.optim.Optimizer, state: Any) -> An
         return state
     named = []
     for new, mine in zip(groups, optimizer.param_groups, strict=True):
-        names = [one.get("param_names") if isinstance(one, dict) else None for one in (new, mine)]
-        if all(isinstance(some, list) for some in names) and _alike(*names):
-            new = {**new, "param_names": list(names[1] or ())}
+        names: list[Any] = [
+            one.get("param_names") if isinstance(one, dict) else None for one in (new, mine)
+        ]
+        if all(isinstance(some, list) for some in names):
+            theirs, ours = ([bare_name(str(name)) for name in some] for some in names)
+            if theirs == ours:
+                new = {**new, "param_names": list(names[1])}
         named.append(new)
     return {**state, "param_groups": named}
-
-
-def _alike(these: Any, those: Any) -> bool:
-    return [bare_name(str(name)) for name in these] == [bare_name(str(name)) for name in those]
 
 
 def check_kind(optimizer: torch.optim.Optimizer, offered: m.Node, path: Path) -> None:

@@ -41,12 +41,9 @@ def text_of(key: object) -> str:
     if isinstance(key, int) and key.bit_length() > _WRITTEN_BITS:
         return hex(key)
     if isinstance(key, tuple) and any(isinstance(item, (int, tuple)) for item in key):
-        return f"({', '.join(map(_repr, key))}{',' if len(key) == 1 else ''})"
+        texts = [text_of(one) if isinstance(one, (int, tuple)) else repr(one) for one in key]
+        return f"({', '.join(texts)}{',' if len(key) == 1 else ''})"
     return str(key)
-
-
-def _repr(key: object) -> str:
-    return text_of(key) if isinstance(key, (int, tuple)) else repr(key)
 
 
 def dotted(path: Path) -> str:

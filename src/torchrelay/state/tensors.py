@@ -180,25 +180,25 @@ class Like:
     others with. Holds no tensor.
 
     torch.compile has code for this question, which costs less for all of them than any other
-    question does; where this torch has it not, each tensor is asked one by one.
+    question does.
     """
 
-    __slots__ = ("_guards", "_traits")
+    __slots__ = ("_guards",)
 
     def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
         self._guards = _tensor_guards(tensors) if _guards_tell() else None
-        self._traits = list(map(_traits, tensors)) if self._guards is None else None
 
     def holds(self, some: Sequence[Any]) -> bool:
         """Whether these objects, each another one, are tensors like those, one by one.
 
-        False may also mean that it was asked in another mode of torch (inference, functorch).
+        False may also mean that it was asked in another mode of torch (inference, functorch), or
+        that this torch cannot tell.
         """
         try:
-            if self._guards is not None:
-                # Asked about a nested tensor they would end the process.
-                return not any(map(_is_nested, some)) and bool(self._guards.check(*some))
-            return list(map(_traits, some)) == self._traits
+            # Asked about a nested tensor they would end the process.
+            if self._guards is None or any(map(_is_nested, some)):
+                return False
+            return bool(self._guards.check(*some))
         except (AttributeError, RuntimeError, TypeError):  # something else than strided tensors
             return False
 
@@ -241,17 +241,6 @@ def _guards_tell() -> bool:
         return False
     two = _tensor_guards([base, base])
     return not any(guards.check(other) for other in others) and not two.check(base, base)
-
-
-def _traits(tensor: Any) -> tuple[object, ...]:
-    return (
-        type(tensor),
-        tensor.dtype,
-        tensor.device,
-        tensor.shape,
-        tensor.stride(),
-        flags_of(tensor),
-    )
 
 
 def flags_of(tensor: torch.Tensor) -> int:

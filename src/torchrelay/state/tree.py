@@ -21,7 +21,7 @@ from torchrelay.record import manifest as m
 from torchrelay.record.keys import KeyLimits
 from torchrelay.record.values import Key, decode_key, encode_key
 from torchrelay.state.paths import Path, children_of, show, slots, subtree, text_of
-from torchrelay.state.registry import Codec, codec_named, codec_of
+from torchrelay.state.registry import codec_named, codec_of
 
 __all__ = ["children_of", "show", "slots", "subtree", "text_of"]  # of `paths`, used with trees
 
@@ -78,7 +78,12 @@ class _Walk:
         name: Any = kind.__name__
         codec = codec_of(kind)
         if codec is not None:
-            body = _encoded(codec, value, path)
+            try:
+                body = codec.encode(value)
+            except Exception as fault:
+                raise UnsupportedLeafError(
+                    f"registered type {codec.name!r} cannot be encoded: {fault!r}", path=show(path)
+                ) from fault
             return m.RecordNode(codec.name, self._inside(body, (*path, codec.name)))
         if isinstance(value, dict) and kind in (dict, OrderedDict, defaultdict):
             keys = self._keys(value, path)
@@ -180,15 +185,6 @@ def _ids(objects: list[object]) -> np.ndarray[Any, np.dtype[np.uint64]]:
     referring = np.fromiter(objects, object, len(objects))
     pointers = (ctypes.c_uint64 * len(objects)).from_address(referring.ctypes.data)
     return np.array(pointers, np.uint64)
-
-
-def _encoded(codec: Codec, value: object, path: Path) -> object:
-    try:
-        return codec.encode(value)
-    except Exception as fault:
-        raise UnsupportedLeafError(
-            f"registered type {codec.name!r} cannot be encoded: {fault!r}", path=show(path)
-        ) from fault
 
 
 def is_namedtuple(kind: type) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from math import prod
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
 import torch
@@ -70,7 +70,7 @@ def fit(leaf: m.Leaf, into: object, path: Path) -> Iterator[Fit | ArrayFit]:
         raise
 
 
-def _differ(what: str, offered: object, have: object, hint: str = "") -> None:
+def _differ(what: str, offered: object, have: object, hint: str = "") -> NoReturn:
     told = f"{what} differs: offered {offered}, the destination has {have}"
     raise MismatchError(f"{told}; {hint}" if hint else told)
 
@@ -89,7 +89,6 @@ def _fit_array(leaf: m.ArrayLeaf, into: object) -> Iterator[ArrayFit]:
         return  # immutable, replaced like any plain value
     if not isinstance(into, np.ndarray):
         _differ("kind", "a numpy array", _kind(into))
-        return
     _same("numpy dtype", dtype_from_text(leaf.descr), into.dtype)
     _same("shape", leaf.shape, into.shape)
     if not into.flags.writeable:
@@ -106,7 +105,11 @@ def _fit_tensor(leaf: m.Leaf, into: torch.Tensor) -> Iterator[Fit]:
             _differ("kind", "a strided tensor", "a quantized tensor")
         yield from _fit_plain(leaf, into)
     elif isinstance(leaf, m.DTensorLeaf):
-        yield from _fit_dtensor(leaf, into)
+        if not t.is_dtensor(into):
+            _differ("kind", "a DTensor", _describe(into), SHARDED_TO_WHOLE)
+        _same("global shape", leaf.shape, tuple(into.shape))
+        _check_mesh(leaf, into)
+        yield from _fit_plain(leaf.local, t.dtensor_parts(into)[0])
     elif isinstance(leaf, m.ShardedLeaf):
         yield from _fit_sharded(leaf, into)
     elif isinstance(leaf, m.SparseLeaf):
@@ -146,15 +149,6 @@ def _fit_plain(part: m.TensorLeaf, into: torch.Tensor) -> Iterator[Fit]:
         yield Fit(part, into)
 
 
-def _fit_dtensor(leaf: m.DTensorLeaf, into: torch.Tensor) -> Iterator[Fit]:
-    if not t.is_dtensor(into):
-        _differ("kind", "a DTensor", _describe(into), SHARDED_TO_WHOLE)
-        return
-    _same("global shape", leaf.shape, tuple(into.shape))
-    _check_mesh(leaf, into)
-    yield from _fit_plain(leaf.local, t.dtensor_parts(into)[0])
-
-
 def _check_mesh(leaf: m.DTensorLeaf, like: t.DTensor) -> None:
     """Whether the offered shard is this rank's own in the mesh of `like`."""
     _, spec = t.dtensor_parts(like)
@@ -179,7 +173,6 @@ def mesh_of(leaf: m.Leaf, like: torch.Tensor, path: Iterable[object]) -> t.Devic
         if isinstance(leaf, m.DTensorLeaf):
             if not t.is_dtensor(like):
                 _differ("kind", "a DTensor", _describe(like), SHARDED_TO_WHOLE)
-                return None
             _check_mesh(leaf, like)
             return t.dtensor_parts(like)[1].mesh
         # A scalar, such as a count of steps, is not a shard.
@@ -205,7 +198,6 @@ def _show(placements: tuple[m.Placement, ...]) -> str:
 def _fit_sharded(leaf: m.ShardedLeaf, into: torch.Tensor) -> Iterator[Fit]:
     if not isinstance(into, t.ShardedTensor):
         _differ("kind", "a ShardedTensor", _describe(into), SHARDED_TO_WHOLE)
-        return
     locals_, boxes, _, _ = t.sharded_parts(into)
     _same("global shape", leaf.shape, tuple(into.size()))
     _same(

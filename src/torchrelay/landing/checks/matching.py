@@ -1,17 +1,22 @@
-"""An offered tree next to that of a destination with objects in it: which slots go together."""
+"""An offered tree next to that of a destination with objects in it: which slots go together, and
+what objects that are filled in place leave out of it."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+
+from msgspec.structs import replace
 
 from torchrelay.errors import MismatchError
 from torchrelay.plan.selection import Selection
 from torchrelay.record import manifest as m
 from torchrelay.state.matching import Comparison, Matched, ends_of, listed, refuse_differences
-from torchrelay.state.paths import Path
+from torchrelay.state.objects import InPlaceObject, Objects, OfferedTensor
+from torchrelay.state.paths import Path, key_of, text_of
 from torchrelay.state.tree import grafted, show, slots, subtree
 
 Branches = dict[Path, m.Node]  # by object, its offered state
+TensorOf = Callable[[int], OfferedTensor | None]  # of an offered leaf
 
 
 def match(
@@ -84,3 +89,32 @@ def _branches(offered: m.Node, roots: Sequence[Path], choice: Selection) -> Bran
 def _is_stub(node: m.Node) -> bool:
     """Whether a node stands for an object that takes its state."""
     return isinstance(node, int) and node < 0
+
+
+def checked_in_place(
+    tree: m.Node, objects: Objects, tensor_of: TensorOf, choice: Selection, *, strict: bool
+) -> m.Node:
+    """The offered tree without the names that objects leave out. `MismatchError` where one refuses
+    what is offered for it."""
+    for path, held in objects.items():
+        if not isinstance(held.object, InPlaceObject):
+            continue
+        branch = subtree(tree, path)
+        if not isinstance(branch, m.DictNode):
+            branch = m.DictNode("dict", (), ())
+        names = [text_of(key_of(branch, place)) for place in range(len(branch.items))]
+        offered = {
+            name: tensor_of(item) if isinstance(item, int) else None
+            for name, item in zip(names, branch.items, strict=True)
+        }
+
+        def wanted(name: str, at: Path = path) -> bool:
+            return choice.takes((*at, name))
+
+        # Ranks whose trees differ may each have their own part of the names.
+        left_out = set(held.object.check(offered, wanted, strict=strict and choice.exact))
+        kept = [place for place, name in enumerate(names) if name not in left_out]
+        if len(kept) < len(names):
+            keys, items = (tuple(some[n] for n in kept) for some in (branch.keys, branch.items))
+            tree = grafted(tree, {path: replace(branch, keys=keys, items=items)})
+    return tree

@@ -2,35 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from math import prod
-from typing import Literal
+from typing import Literal, cast, get_args
 
 from torchrelay.errors import MismatchError, UsageError
 from torchrelay.record import manifest as m
 from torchrelay.record.meshes import coordinate_of
 from torchrelay.state import tensors as t
+from torchrelay.state.leaves import distributed_parts
 from torchrelay.state.tree import show
 
 # "own": this rank's own part by the sender's mesh. "replica": also where this rank is not in that
 # mesh, so that the sender may be its counterpart in another replica. "as_sent": any.
 Shards = Literal["own", "replica", "as_sent"]
-SHARDS = ("own", "replica", "as_sent")
+SHARDS = get_args(Shards)
 
 
 def check_choice(shards: str) -> Shards:
-    for known in SHARDS:
-        if shards == known:
-            return known  # type: ignore[return-value]
-    raise UsageError(f"shards is one of {', '.join(map(repr, SHARDS))}, not {shards!r}")
+    if shards not in SHARDS:
+        raise UsageError(f"shards is one of {', '.join(map(repr, SHARDS))}, not {shards!r}")
+    return cast(Shards, shards)
 
 
 def check_shards(leaf: m.Leaf, path: Iterable[object], shards: Shards) -> None:
     """`MismatchError` for a distributed leaf whose part at the sender is not this rank's own."""
-    if shards == "as_sent" or not isinstance(leaf, _DISTRIBUTED):
-        return
     rank = t.global_rank()
-    for part in _distributed(leaf):
+    for part in () if shards == "as_sent" else distributed_parts(leaf):
         if isinstance(part, m.DTensorLeaf):
             problem = _of_mesh(part, rank, shards)
         else:
@@ -45,15 +43,6 @@ def check_shards(leaf: m.Leaf, path: Iterable[object], shards: Shards) -> None:
 
 
 _NAMES: dict[type, str] = {m.DTensorLeaf: "DTensor", m.ShardedLeaf: "ShardedTensor"}
-_DISTRIBUTED = (m.DTensorLeaf, m.ShardedLeaf, m.SubclassLeaf)
-
-
-def _distributed(leaf: m.Leaf) -> Iterator[m.DTensorLeaf | m.ShardedLeaf]:
-    if isinstance(leaf, (m.DTensorLeaf, m.ShardedLeaf)):
-        yield leaf
-    elif isinstance(leaf, m.SubclassLeaf):
-        for part in (*leaf.parts, *leaf.context_leaves):
-            yield from _distributed(part)
 
 
 def _of_mesh(leaf: m.DTensorLeaf, rank: int | None, shards: Shards) -> str:

@@ -127,7 +127,9 @@ def _check(claims: list[tuple[_Claim, Path]]) -> None:
         return
     low = min(claim.address for claim, _ in claims)
     high = max(claim.end for claim, _ in claims)
-    unit = _common_unit(claims, low)
+    unit = 0  # bytes that always go together: all is counted in these, to keep the map small
+    for claim, _ in claims:
+        unit = gcd(unit, claim.address - low, claim.shape[-1], *claim.strides[:-1])
     sources = np.full((high - low) // unit, -1, dtype=np.int64)
     for claim, path in claims:
         wanted = np.full((), claim.source, dtype=np.int64)
@@ -173,11 +175,3 @@ def _are_apart(claims: Sequence[_Claim]) -> bool:
             wider = stride
         boxes.append((tuple(offsets), tuple(sizes[stride] for stride in strides)))
     return not Comparisons().overlap(boxes)
-
-
-def _common_unit(claims: list[tuple[_Claim, Path]], low: int) -> int:
-    """Bytes that always go together: everything is counted in these, to keep the map small."""
-    unit = 0
-    for claim, _ in claims:
-        unit = gcd(unit, claim.address - low, claim.shape[-1], *claim.strides[:-1])
-    return unit

@@ -11,10 +11,13 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
+import torch
+
 from torchrelay.errors import RelayError, TornStateError
 from torchrelay.landing.places import ImageMemory, Landed, Landing, OwnTensor
 from torchrelay.record.schema import Record
 from torchrelay.state.paths import Path
+from torchrelay.state.tensors import flat_bytes
 from torchrelay.state.tree import show
 
 TORN = "the destination is part old, part new; load again, or receive into it again"
@@ -27,10 +30,6 @@ Watch = Callable[[str], AbstractContextManager[Any]]
 def alone(phase: str, act: Act) -> None:
     """For one rank."""
     act()
-
-
-def _nothing() -> None:
-    """All bytes are in their places."""
 
 
 class StateLanding(Landing):
@@ -53,22 +52,27 @@ class StateLanding(Landing):
     def memory_of(self, image: int) -> ImageMemory | None:
         """The memory of the landing's own that one image goes to, if it goes to such."""
 
-    @abstractmethod
+    def bytes_of(self, image: int) -> torch.Tensor:
+        """The bytes of an image in memory of the landing's own, on the host."""
+        found = self.memory_of(image)
+        assert found is not None
+        return flat_bytes(found.storage, found.offset, self.chunks.size_of(image)).cpu()
+
     def own(self) -> Iterator[OwnTensor]:
         """The caller's tensors that take images as they are; none where they are staged."""
+        return iter(())
 
     @abstractmethod
     def make(self) -> None:
         """Work everything out that can fail. Nothing of the caller's has changed by then."""
 
-    @abstractmethod
     def give(self) -> None:
         """Give objects their new state. `MismatchError` where one refuses; then all have their
         old one."""
 
-    @abstractmethod
     def take_back(self) -> list[Path]:
         """Undo `give`; returns the objects for which that failed."""
+        return []
 
     @abstractmethod
     def finish(self) -> Landed:
@@ -84,7 +88,7 @@ class StateLanding(Landing):
         return self.end()
 
     def end(
-        self, bring: Act = _nothing, together: Together = alone, watch: Watch = nullcontext
+        self, bring: Act = lambda: None, together: Together = alone, watch: Watch = nullcontext
     ) -> Landed:
         """After `make`: the state. `bring` fills the caller's own tensors, where they take bytes as
         they are. `together` raises on all ranks what one of them raises. Where it fails before a
@@ -110,19 +114,13 @@ class StateLanding(Landing):
         try:
             together("give", self.give)
             together("land", write)
-        except BaseException:
-            if not self.touched:
-                self._put_back()
+        except BaseException as fault:
+            lost = [] if self.touched else self.take_back()
+            if lost:
+                raise TornStateError(
+                    f"not every object took its old state back: {', '.join(map(show, lost))} may "
+                    "be part new, the rest is old; land a state in it again, or make a new one",
+                    phase="give",
+                ) from fault
             raise
         return landed[0]
-
-    def _put_back(self) -> None:
-        """Undo `give`, while no tensor has been written: objects get their old state again, or are
-        named by a `TornStateError`."""
-        lost = self.take_back()
-        if lost:
-            raise TornStateError(
-                f"not every object took its old state back: {', '.join(map(show, lost))} may be "
-                "part new, the rest is old; land a state in it again, or make a new one",
-                phase="give",
-            )

@@ -3,24 +3,32 @@
 `make` works everything out and may fail; nothing of the caller's has changed by then. `give` lets
 objects take their new state, or refuse it, with a way back. Then the caller's tensors are
 written, by whoever lands them, and `finish` puts the rest in its place.
+
+`load_state_dict` is other people's code and may refuse anything. So it is called while nothing else
+has been written: if one object refuses, it and those before it get their old state back. Modules,
+whose tensors are written in place, are asked before that too, with the new plain values and their
+old tensors, where there is anything they could refuse.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
+import numpy as np
+import torch
+
+from torchrelay.errors import MismatchError, TornStateError
 from torchrelay.landing.commit.containers import Renewal
-from torchrelay.landing.commit.objects import ObjectStates, give_written
+from torchrelay.landing.destination import Pair, PreparedDestination
 from torchrelay.record import manifest as m
-from torchrelay.state.objects import Objects
+from torchrelay.state import tensors as t
+from torchrelay.state.objects import Objects, StatefulObject
 from torchrelay.state.paths import Path
-from torchrelay.state.tree import Flat, subtree, unflatten
-
-Pair = tuple[int, Path, int]
+from torchrelay.state.tree import flatten, show, subtree, unflatten
 
 
 class Handover:
-    """Of an offered `tree` to the destination `into`, whose plain state is taken apart in `flat`.
+    """Of an offered `tree` to a destination.
 
     `branches` has the offered state of each object that takes a new one: `before` the caller's
     tensors are written, or after, where some of them are filled in place. `inside` has the pairs
@@ -30,22 +38,19 @@ class Handover:
 
     def __init__(
         self,
-        into: object,
-        flat: Flat,
-        objects: Objects,
+        into: PreparedDestination,
         tree: m.Node,
         branches: Mapping[Path, m.Node],
         inside: Sequence[Pair],
         *,
         before: bool,
     ) -> None:
-        self._into, self._flat, self._objects = into, flat, objects
-        self._branches, self._before = branches, before
-        self._inside = inside
-        self._states = ObjectStates(objects)
+        self._into, self._objects = into, into.objects
+        self._branches, self._before, self._inside = branches, before, inside
+        self._states = _ObjectStates(into.objects)
         self._modules = [
             path
-            for path, held in objects.items()
+            for path, held in into.objects.items()
             if held.in_place and subtree(tree, path) is not None
         ]
 
@@ -90,11 +95,11 @@ class Handover:
         self._renewal.apply()
         inside = self._news_in_modules  # these first: modules take them along
         if not self._before:
-            give_written(self._objects, {path: self._news[path] for path in inside})
-        give_written(self._objects, {path: self._objects[path].state for path in self._modules})
+            _give_written(self._objects, {path: self._news[path] for path in inside})
+        _give_written(self._objects, {path: self._objects[path].state for path in self._modules})
         if not self._before:
             rest = {path: new for path, new in self._news.items() if path not in inside}
-            give_written(self._objects, rest)
+            _give_written(self._objects, rest)
         return self._renewal.state
 
     @property
@@ -103,7 +108,98 @@ class Handover:
 
     def _renewed(self, new: Mapping[int, object]) -> Renewal:
         touched = {here for _, _, here in self._inside}
-        return Renewal(self._into, *self._flat, new, touched, self._objects)
+        return Renewal(self._into.into, *self._into.flat, new, touched, self._objects)
 
     def _new_states(self, leaves: Mapping[int, object]) -> dict[Path, object]:
         return {path: unflatten(branch, leaves) for path, branch in self._branches.items()}
+
+
+class _Old:
+    """The state of an object as it was, in containers of its own; tensors are not copied."""
+
+    def __init__(self, held: StatefulObject) -> None:
+        self._held = held
+        flat = flatten(held.state)
+        self._tree = flat.tree
+        self._leaves = [x.copy() if isinstance(x, np.ndarray) else x for x in flat.leaves]
+        # A module that is asked copies its tensors to themselves, which counts as a write.
+        tensors = [] if held.in_place else flat.leaves
+        self._tensors = [x for x in tensors if isinstance(x, torch.Tensor)]
+        self._versions = t.versions_of(self._tensors)
+
+    def restore(self) -> bool:
+        """Give the object its old state; whether it has it again, as far as one can know."""
+        if t.versions_of(self._tensors) != self._versions:
+            return False
+        try:
+            self._held.load(unflatten(self._tree, self._leaves))
+        except Exception:
+            return False
+        return True
+
+
+class _ObjectStates:
+    """New states for the objects of one destination, and the way back."""
+
+    def __init__(self, objects: Objects) -> None:
+        self._objects = objects
+        self._old: dict[Path, _Old] = {}
+
+    def give(self, states: Mapping[Path, object]) -> None:
+        """Give new states to objects that are not filled in place. After a refusal all have their
+        old state: `MismatchError`, or `TornStateError` where one of them did not take it back."""
+        for path, state in states.items():
+            for one in (path[:-1], path) if self._objects[path].in_module else (path,):
+                self._remember(one)
+            self._load(path, state)
+
+    def ask(self, paths: Iterable[Path], renew: Callable[[], None]) -> None:
+        """Ask modules whether they take what `renew` puts into their state dicts."""
+        asked = list(paths)
+        for path in asked:
+            self._remember(path)
+        renew()
+        for path in asked:
+            self._load(path, self._objects[path].state)
+
+    def _remember(self, path: Path) -> None:
+        if path not in self._old:
+            self._old[path] = _Old(self._objects[path])
+
+    def _load(self, path: Path, state: object) -> None:
+        held = self._objects[path]
+        try:
+            held.load(state)
+        except BaseException as fault:
+            torn = self.take_back()
+            if not isinstance(fault, Exception):
+                raise
+            said = f"{type(held.object).__name__}.load_state_dict refused its new state: {fault!r}"
+            if not torn:
+                raise MismatchError(f"{said}; everything is as it was", path=show(path)) from fault
+            raise TornStateError(
+                f"{said}; not everything could be put back: {', '.join(map(show, torn))} may be "
+                "part new, the rest is old; load a state into it, or make a new one",
+                path=show(path),
+            ) from fault
+
+    def take_back(self) -> list[Path]:
+        """Give every object its old state back; returns those that are torn."""
+        old, self._old = self._old, {}
+        return [path for path, before in reversed(old.items()) if not before.restore()]
+
+
+def _give_written(objects: Objects, states: Mapping[Path, object]) -> None:
+    """Give states to objects whose tensors have been written already; there is no way back."""
+    left = list(states)
+    for number, path in enumerate(left):
+        held = objects[path]
+        try:
+            held.load(states[path])
+        except Exception as fault:
+            names, kind = ", ".join(map(show, left[number:])), type(held.object).__name__
+            raise TornStateError(
+                f"{kind}.load_state_dict refused its new state: {fault!r}; "
+                f"{names} may be part old, the rest is new; load a state into it, or make another",
+                path=show(path),
+            ) from fault

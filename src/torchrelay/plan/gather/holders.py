@@ -1,8 +1,10 @@
-"""The distributed tensors of several live ranks, and which rank has which box of each."""
+"""The trees of several live ranks next to each other, their distributed tensors, and which rank has
+which box of each."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Mapping
+from functools import cached_property
 from typing import NamedTuple
 
 import msgspec
@@ -10,13 +12,65 @@ import numpy as np
 
 from torchrelay.errors import MismatchError
 from torchrelay.geometry.boxes import Box, Numbers
-from torchrelay.plan.gather.trees import Home, JoinedTrees
+from torchrelay.geometry.memo import Numbered
 from torchrelay.record import manifest as m
 from torchrelay.record.rows import LeafRows, Marks
-from torchrelay.record.schema import ImageKind, LeafKind, MeshSharding, Record
+from torchrelay.record.schema import ImageKind, MeshSharding, Record
+from torchrelay.record.values import encode_key
+from torchrelay.state.paths import LeafPaths
+from torchrelay.state.tree import show
 
 _encode = msgspec.msgpack.Encoder().encode
+_DISTRIBUTED = (m.DTensorLeaf, m.ShardedLeaf)
 NONE = -1
+
+
+class Home(NamedTuple):
+    """Ranks with one tree, by their places. The first of them has the leaves that are not
+    distributed. In the union its leaves are counted from `shift` on, its images from `image` on."""
+
+    members: list[int]
+    shift: int
+    image: int
+
+
+class JoinedTrees:
+    """The records of `ranks`, which are valid streams, in the order of the ranks. Ranks mostly have
+    one tree; then a leaf has the same number on all of them."""
+
+    def __init__(self, records: Mapping[int, Record]) -> None:
+        self.ranks = list(records)
+        self.records = list(records.values())
+        self.rows = [LeafRows(record) for record in self.records]
+        self.homes: list[Home] = []
+        self.leaves = self.images = 0
+        for place, rows in enumerate(self.rows):
+            home = next((one for one in self.homes if self.first(one).tree == rows.tree), None)
+            if home is None:
+                self.homes.append(Home([place], self.leaves, self.images))
+                self.leaves += len(rows)
+                self.images += rows.record.images
+            else:
+                home.members.append(place)
+
+    def first(self, home: Home) -> LeafRows:
+        """The leaves of the first rank of a home."""
+        return self.rows[home.members[0]]
+
+    @cached_property
+    def _paths(self) -> list[LeafPaths]:
+        return [LeafPaths(self.first(home).tree) for home in self.homes]
+
+    def path(self, leaf: int) -> str:
+        """The path of a leaf, for a message."""
+        number = max(n for n, home in enumerate(self.homes) if home.shift <= leaf)
+        return show(self._paths[number][leaf - self.homes[number].shift])
+
+    def path_key(self, home: int, leaf: int) -> bytes:
+        """The path of a leaf, the same as of another tree's leaf at that path. Spelled as bytes: a
+        peer's keys may hash alike."""
+        steps = self._paths[home].steps(leaf - self.homes[home].shift)
+        return _encode([encode_key(key) for key in steps])
 
 
 class Tensor(NamedTuple):
@@ -43,30 +97,25 @@ class Holders:
         self._joined = joined
         self.tensors: list[Tensor] = []
         self.tensor_of: Numbers = np.full(joined.leaves, NONE, np.int64)
-        self.box_kinds: list[ImageKind] = []
-        # By encoding: numbers of a peer may hash alike.
-        self._box_numbers: dict[bytes, int] = {}
+        self._box_kinds: Numbered[ImageKind] = Numbered()
+        self.box_kinds = self._box_kinds.found
         self._by_path: dict[bytes, int] = {}
         self._rows: list[tuple[int, Numbers, Numbers, Numbers]] = []  # by rank, in columns
         self._others: list[tuple[int, int, int, int]] = []  # box by box
         for number, home in enumerate(joined.homes):
+            first = _distributed(joined.first(home))
             for place in home.members:
-                self._check_distributed(place, home)
+                for leaf in np.flatnonzero(_distributed(joined.rows[place]) & ~first).tolist():
+                    rank = joined.ranks[place]
+                    raise MismatchError(
+                        f"rank {rank} has it as a distributed tensor, and the first rank has not",
+                        rank=rank,
+                        path=joined.path(home.shift + leaf),
+                    )
                 self._add_rows(place, number)
                 self._add_others(place, number)
         self._lay_out()
         self.partial = np.array([tensor.partial for tensor in self.tensors], bool)
-
-    def _check_distributed(self, place: int, home: Home) -> None:
-        """The leaves that are distributed on a rank are so on the first one of its home too."""
-        first = _distributed(self._joined.first(home))
-        for leaf in np.flatnonzero(_distributed(self._joined.rows[place]) & ~first)[:1].tolist():
-            rank = self._joined.ranks[place]
-            raise MismatchError(
-                f"rank {rank} has it as a distributed tensor, and the first rank has not",
-                rank=rank,
-                path=self._joined.path(home.shift + leaf),
-            )
 
     def _add_rows(self, place: int, home: int) -> None:
         """The boxes of one rank of tensors that are rows of its record."""
@@ -74,20 +123,23 @@ class Holders:
         some = np.flatnonzero(rows.is_sharded)
         leaves, images = self._joined.homes[home].shift + rows.leaves[some], rows.images[some]
         kinds = [rows.record.kinds[number] for number in rows.kinds[some].tolist()]
+        shardings = rows.record.shardings
+        partial = [
+            isinstance(how, MeshSharding) and _any_partial(how.placements) for how in shardings
+        ]
         # Tied leaves have one image, and are one tensor.
         new = np.flatnonzero(self.tensor_of[leaves] == NONE)
         _, once, inverse = np.unique(images[new], return_index=True, return_inverse=True)
         numbers = [
-            self._tensor(home, int(leaves[at]), kinds[at].dtype, kinds[at].shape, partial)
-            for at in new[once].tolist()
-            for partial in [_is_partial(rows.record, kinds[at])]
+            self._tensor(home, int(leaves[at]), kind.dtype, kind.shape, partial[kind.sharding])
+            for at, kind in ((at, kinds[at]) for at in new[once].tolist())
         ]
         self.tensor_of[leaves[new]] = np.array(numbers, np.int64)[inverse]
         tensors = self.tensor_of[leaves]
         for tensor, kind in zip(tensors.tolist(), kinds, strict=True):
             known = self.tensors[tensor]
             if known.dtype != kind.dtype or known.shape != kind.shape:
-                self._refuse(known, place, f"as {kind.dtype} of shape {kind.shape}")
+                self._refuse(known, place, kind.dtype, kind.shape)
         boxes = np.array([*map(self._box_kind, rows.record.image_kinds)], np.int64)
         if len(some):
             self._rows.append((place, tensors, images, boxes[rows.record.image_kind[images]]))
@@ -95,21 +147,30 @@ class Holders:
     def _add_others(self, place: int, home: int) -> None:
         """The boxes of one rank of tensors that are records of their own."""
         joined, shift = self._joined, self._joined.homes[home].shift
-        rows = joined.rows[place]
-        for leaf, found in rows.others.items():
-            if not isinstance(found, (m.DTensorLeaf, m.ShardedLeaf)):
+        record = joined.rows[place].record
+        for leaf, found in joined.rows[place].others.items():
+            boxes: list[tuple[m.TensorLeaf, Box | None]]
+            if isinstance(found, m.DTensorLeaf):
+                dtype, partial = found.local.dtype, _any_partial(found.placements)
+                boxes = [(found.local, None)]  # a part that is a box of it would be a row
+            elif isinstance(found, m.ShardedLeaf):
+                dtype, partial = found.dtype, False
+                pairs = zip(found.shards, found.boxes, strict=True)
+                boxes = [(part, (box.offsets, box.sizes)) for part, box in pairs]
+            else:
                 continue
-            dtype = found.local.dtype if isinstance(found, m.DTensorLeaf) else found.dtype
             tensor = int(self.tensor_of[shift + leaf])
             if tensor == NONE:
-                partial = isinstance(found, m.DTensorLeaf) and _any_partial(found.placements)
                 tensor = self._tensor(home, shift + leaf, dtype, found.shape, partial)
                 self.tensor_of[shift + leaf] = tensor
             known = self.tensors[tensor]
             if (known.dtype, known.shape) != (dtype, found.shape):
-                self._refuse(known, place, f"as {dtype} of shape {found.shape}")
-            for part, box in _boxes(found):
-                if box is None or not _is_all(part, rows.record):
+                self._refuse(known, place, dtype, found.shape)
+            for part, box in boxes:
+                if part.storage < 0:
+                    continue
+                whole = record.kind_of_image(part.storage).shape == part.shape
+                if box is None or not whole or part.strides is not None or part.offset:
                     raise MismatchError(
                         "the part of a distributed tensor on this rank is not a box of it, and "
                         "cannot be resharded: send a copy that shares no memory with other leaves",
@@ -132,18 +193,15 @@ class Holders:
         return number
 
     def _box_kind(self, kind: ImageKind) -> int:
-        key = _encode((kind.dtype, kind.shape, kind.strides, kind.boxes))
-        number = self._box_numbers.setdefault(key, len(self.box_kinds))
-        if number == len(self.box_kinds):
-            self.box_kinds.append(kind)
-        return number
+        return self._box_kinds.number(kind, (kind.dtype, kind.shape, kind.strides, kind.boxes))
 
-    def _refuse(self, tensor: Tensor, place: int, said: str) -> None:
+    def _refuse(self, known: Tensor, place: int, dtype: str, shape: tuple[int, ...]) -> None:
         rank = self._joined.ranks[place]
         raise MismatchError(
-            f"rank {rank} has it {said}, another rank as {tensor.dtype} of shape {tensor.shape}",
+            f"rank {rank} has it as {dtype} of shape {shape}, another rank as {known.dtype} of "
+            f"shape {known.shape}",
             rank=rank,
-            path=self._joined.path(tensor.leaf),
+            path=self._joined.path(known.leaf),
         )
 
     def _lay_out(self) -> None:
@@ -173,32 +231,8 @@ def _distributed(rows: LeafRows) -> Marks:
     """Marks the leaves that are distributed tensors."""
     found = np.zeros(len(rows), bool)
     found[rows.leaves[rows.is_sharded]] = True
-    others = rows.others.items()
-    found[[at for at, leaf in others if isinstance(leaf, (m.DTensorLeaf, m.ShardedLeaf))]] = True
+    found[[at for at, leaf in rows.others.items() if isinstance(leaf, _DISTRIBUTED)]] = True
     return found
-
-
-def _boxes(leaf: m.DTensorLeaf | m.ShardedLeaf) -> Iterator[tuple[m.TensorLeaf, Box | None]]:
-    """The strided tensors of a leaf that have bytes, each with the box of the whole that it is, if
-    it is known to be one."""
-    boxes: list[tuple[m.TensorLeaf, Box | None]]
-    if isinstance(leaf, m.ShardedLeaf):
-        pairs = zip(leaf.shards, leaf.boxes, strict=True)
-        boxes = [(part, (box.offsets, box.sizes)) for part, box in pairs]
-    else:
-        boxes = [(leaf.local, None)]
-    return ((part, box) for part, box in boxes if part.storage >= 0)
-
-
-def _is_all(part: m.TensorLeaf, record: Record) -> bool:
-    """Whether a strided tensor is all of its image."""
-    there = record.image_kinds[int(record.image_kind[part.storage])]
-    return there.shape == part.shape and part.strides is None and not part.offset
-
-
-def _is_partial(record: Record, kind: LeafKind) -> bool:
-    how = record.shardings[kind.sharding]
-    return isinstance(how, MeshSharding) and _any_partial(how.placements)
 
 
 def _any_partial(placements: tuple[m.Placement, ...]) -> bool:

@@ -105,15 +105,13 @@ class Owners:
         path = self._union.joined.path(holders.tensors[tensor].leaf)
         if elements >= prod(shape):
             raise MismatchError("ranks have overlapping parts of it", path=path)
-        left = [rank for place, rank in enumerate(self._union.joined.ranks) if self._gives(place)]
+        places = np.unique(holders.rank_of[self._there]).tolist()
+        left = [str(self._union.joined.ranks[place]) for place in places]
         raise MismatchError(
-            f"ranks {', '.join(map(str, left))} have {elements} of its {prod(shape)} elements: "
+            f"ranks {', '.join(left)} have {elements} of its {prod(shape)} elements: "
             "name every rank that has a part of it as a source",
             path=path,
         )
-
-    def _gives(self, place: int) -> bool:
-        return bool(self._there[self._union.holders.rank_of == place].any())
 
 
 def _shared_out(count: int, nbytes: int, loads: Numbers) -> Numbers:

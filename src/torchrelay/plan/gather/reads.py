@@ -11,7 +11,7 @@ import numpy as np
 from torchrelay.geometry.boxes import Box, Numbers, run_of, shared, within
 from torchrelay.plan.gather.owners import OwnedBox, Owners
 from torchrelay.plan.gather.union import Union
-from torchrelay.plan.share.pairs import WHOLE
+from torchrelay.plan.share.leaves import WHOLE
 from torchrelay.plan.share.rank_share import RankShare
 from torchrelay.record.dtypes import itemsize
 from torchrelay.record.reads import Reads
@@ -91,9 +91,8 @@ class _Collected:
 
 
 class GatherReads:
-    """The reads that fill the images of a share, whose record is `record`; `by_rank` has them by
-    the place of the rank. `only` has the images to fill, by default all; `lost` the
-    places of ranks that are not asked.
+    """The reads that fill some images of a share, `only` these, whose record is `record`; `by_rank`
+    has them by the place of the rank. `lost` has the places of ranks that are not asked.
 
     `MismatchError` names a tensor that the ranks do not have all of.
     """
@@ -103,19 +102,18 @@ class GatherReads:
         union: Union,
         share: RankShare,
         record: Record,
-        only: Numbers | None = None,
+        only: Numbers,
         lost: Collection[int] = (),
     ) -> None:
         self._share, self._union, self._nbytes = share, union, record.box_bytes
         self._found: dict[int, _Collected] = {}
-        images = np.arange(record.images) if only is None else only
-        images = images[self._nbytes[images] > 0]
+        images = only[self._nbytes[only] > 0]
         places, _ = self._union.rank_images(share.sources[images])
         plain, tensors = images[places >= 0], images[places < 0]
         self._add_plain(plain)
         loads = np.zeros(len(self._union.joined.ranks), np.int64)
         np.add.at(loads, places[places >= 0], self._nbytes[plain])
-        numbers = self._union.tensors(share.sources[tensors])
+        numbers = share.sources[tensors] - self._union.joined.images
         self._union.check_values(numbers)
         owners = Owners(self._union, np.unique(numbers), loads, lost)
         group: Numbers = np.zeros(len(self._union.holders.tensors), np.int64)
@@ -138,15 +136,13 @@ class GatherReads:
         places, sources = self._union.rank_images(self._share.sources[images])
         boxes = self._share.source_boxes[images]
         for place in np.unique(places).tolist():
-            mine = (places == place) & (boxes == WHOLE)
-            if mine.any():
-                some = images[mine]
-                self._of(place).add(sources[mine], WHOLE, self._nbytes[some], some, 0)
-            for number in np.unique(boxes[(places == place) & (boxes != WHOLE)]).tolist():
+            found = self._of(place)
+            for number in np.unique(boxes[places == place]).tolist():
                 mine = (places == place) & (boxes == number)
-                some, box = images[mine], self._share.boxes[number]
-                found = self._of(place)
-                index = found.box(box, ((0,) * len(box[1]), box[1]))
+                some, index = images[mine], WHOLE
+                if number != WHOLE:
+                    box = self._share.boxes[number]
+                    index = found.box(box, ((0,) * len(box[1]), box[1]))
                 found.add(sources[mine], index, self._nbytes[some], some, 0)
 
     def _add_tiled(

@@ -13,13 +13,13 @@ from msgspec.structs import replace
 
 from torchrelay.errors import MismatchError
 from torchrelay.geometry.boxes import Numbers
-from torchrelay.plan.gather.holders import NONE, Holders
-from torchrelay.plan.gather.trees import Home, JoinedTrees
+from torchrelay.plan.gather.holders import NONE, Holders, Home, JoinedTrees
 from torchrelay.plan.outline import TensorRows, outline
+from torchrelay.plan.share.leaves import whole_kinds
 from torchrelay.record import manifest as m
 from torchrelay.record.kinds import KindTable
 from torchrelay.record.rows import LeafRows
-from torchrelay.record.schema import ImageKind, LeafKind, Record, StateOutline
+from torchrelay.record.schema import ImageKind, Record, StateOutline
 
 
 class Union:
@@ -55,13 +55,9 @@ class Union:
     def _outline(self, home: Home, kinds: KindTable) -> StateOutline:
         """The outline of the first rank of a home; distributed tensors are whole."""
         rows = self.joined.first(home)
-        whole = [
-            LeafKind(kind.dtype, kind.shape, None, kind.flags) if kind.sharding >= 0 else kind
-            for kind in rows.record.kinds
-        ]
         tensors = self.holders.tensor_of[home.shift + rows.leaves]
         images = np.where(tensors >= 0, self.joined.images + tensors, home.image + rows.images)
-        kind_of = np.array([*map(kinds.leaf, whole)], np.int64)[rows.kinds]
+        kind_of = whole_kinds(rows.record, kinds)[rows.kinds]
         others = {leaf: self._moved(home, leaf, found) for leaf, found in rows.others.items()}
         columns = TensorRows(rows.leaves, kind_of, images, rows.offsets)
         return outline(rows.tree, len(rows), others, columns)
@@ -71,12 +67,11 @@ class Union:
         tensor = int(self.holders.tensor_of[home.shift + leaf])
         if tensor >= 0:
             assert isinstance(found, (m.DTensorLeaf, m.ShardedLeaf))
-            facts = self.holders.tensors[tensor]
-            if isinstance(found, m.DTensorLeaf) and found.local.flags & m.META:
-                flags = found.flags | m.META
-                return m.TensorLeaf(facts.dtype, facts.shape, None, NONE, 0, flags)
+            facts, flags = self.holders.tensors[tensor], found.flags
             image = self.joined.images + tensor
-            return m.TensorLeaf(facts.dtype, facts.shape, None, image, 0, found.flags)
+            if isinstance(found, m.DTensorLeaf) and found.local.flags & m.META:
+                image, flags = NONE, flags | m.META
+            return m.TensorLeaf(facts.dtype, facts.shape, None, image, 0, flags)
 
         def moved(part: m.TensorLeaf) -> m.TensorLeaf:
             return part if part.storage < 0 else replace(part, storage=home.image + part.storage)
@@ -93,10 +88,6 @@ class Union:
         return np.where(tensors, NONE, places[number]), np.where(
             tensors, NONE, images - begins[number]
         )
-
-    def tensors(self, images: Numbers) -> Numbers:
-        """The distributed tensor that each image is; below 0 for images of one rank."""
-        return images - self.joined.images
 
     def check_values(self, tensors: Numbers) -> None:
         """`MismatchError` for a tensor whose values are yet to be reduced over ranks."""

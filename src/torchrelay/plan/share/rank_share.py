@@ -8,58 +8,45 @@ that lies in files or on ranks.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence, Set
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
-import msgspec
 import numpy as np
 import torch
+from msgspec.structs import replace
 
 from torchrelay.errors import MismatchError
 from torchrelay.geometry.boxes import Box, Numbers
-from torchrelay.plan.outline import TensorRows, outline
-from torchrelay.plan.overlay import laid_over, pruned
-from torchrelay.plan.plain import PlainTensors
+from torchrelay.geometry.memo import Numbered
+from torchrelay.plan.description import PlainLayout
+from torchrelay.plan.outline import TensorRows, laid_over, outline, pruned
 from torchrelay.plan.selection import Selection
-from torchrelay.plan.sharded import ShardedKind, ShardedLeaves
-from torchrelay.plan.share.pairs import WHOLE, LeafNumbers, Pairs
-from torchrelay.plan.share.whole_leaves import NONE, ODD, WholeLeaves, undistributed
+from torchrelay.plan.sharded import ShardedKind
+from torchrelay.plan.share.leaves import (
+    NONE,
+    ODD,
+    WHOLE,
+    LeafNumbers,
+    Pairs,
+    WholeLeaves,
+    undistributed,
+    whole_kinds,
+)
 from torchrelay.record import manifest as m
 from torchrelay.record.kinds import KindTable
 from torchrelay.record.rows import LeafRows, Marks
-from torchrelay.record.schema import ImageKind, LeafKind, Record
+from torchrelay.record.schema import ImageKind, Record
 from torchrelay.state import tensors as t
+from torchrelay.state.leaves import dtensor_leaf
 from torchrelay.state.local_parts import LocalBoxes, local_parts
 from torchrelay.state.matching import Matched
-from torchrelay.state.meshes import mesh_record
 from torchrelay.state.objects import OfferedTensor
 from torchrelay.state.paths import LeafPaths
 from torchrelay.state.tree import check_types, show, slots
 
 PARTIAL = "a DTensor with a partial placement takes no value: redistribute it first"
-_encode = msgspec.msgpack.Encoder().encode
 _none: Numbers = np.zeros(0, np.int64)
 _NOTHING = m.ValueLeaf("plain", None)  # in the place of leaves that are not wanted
 _HELD = (m.TensorLeaf, m.QuantizedLeaf, m.SparseLeaf, m.SubclassLeaf)
-
-
-class FittedShare(NamedTuple):
-    """A share as one destination takes it.
-
-    The leaves of `matched` are those of `record`. The leaves in `late` get their bytes by way of
-    whole images, which are not written to the destination as they are.
-    """
-
-    record: Record
-    matched: Matched
-    late: Set[int] = frozenset()
-
-
-class DestinationLayout(Protocol):
-    """The plain tensors of a destination that share no memory with each other, and the distributed
-    ones with a plain part here."""
-
-    plain: PlainTensors
-    sharded: ShardedLeaves
 
 
 class Twins(NamedTuple):
@@ -106,12 +93,12 @@ class RankShare:
         exact = len(self._ranks) == 1  # so everything in it was one state
         self.tree = laid_over([(rows.tree, len(rows)) for rows in self._ranks])
         self.choice = Selection(include, self._leaves, exact=exact, guessed=guessed)
-        self.boxes: list[Box] = []
         self.sources: Numbers = _none
         self.source_boxes: Numbers = _none
         self.twins: list[Twins] = []
         self._local_boxes = LocalBoxes()
-        self._box_numbers: dict[bytes, int] = {}
+        self._boxes: Numbered[Box] = Numbered()
+        self.boxes = self._boxes.found
         self._kinds = KindTable()
         self._rows: list[_ShareRows] = []
         self._others: dict[int, m.Leaf] = {}  # their parts are numbered in `_parts`
@@ -136,8 +123,8 @@ class RankShare:
         if self.choice.patterns:
             chosen = {leaf for path, leaf in slots(tree) if self.choice.takes(path)}
             leaves = np.array(sorted(chosen), np.int64)
-            tree, _ = pruned(tree, dict.fromkeys(chosen))
             # One more leaf: it takes the places of items that are not wanted.
+            tree = pruned(tree, chosen, numbers.count)
             self._others[numbers.count] = _NOTHING
             numbers.count += 1
         elif not self.choice.exact:  # a leaf is not in the tree where another rank's has its path
@@ -148,14 +135,21 @@ class RankShare:
     def fitted(
         self,
         leaves: Sequence[object],
-        layout: DestinationLayout,
+        layout: PlainLayout,
         matched: Matched,
         given: Mapping[int, torch.Tensor | None],
-    ) -> FittedShare:
+    ) -> tuple[Record, Matched, Set[int]]:
         """The share for the `leaves` of a destination. `given` has the leaves that are made for
-        objects, each with the tensor that it resembles."""
+        objects, each with the tensor that it resembles.
+
+        Returns the record, the pairs of its leaves with those here, and the leaves that get their
+        bytes by way of whole images, which are not written to the destination as they are.
+        """
         pairs = Pairs(matched, self._leaves)
-        kinds = _kinds_of(layout, len(leaves))[pairs.here]
+        kind_of: Numbers = np.full(len(leaves), NONE, np.int64)  # of distributed tensors here
+        numbers_here = layout.sharded.numbers
+        kind_of[[*numbers_here]] = [*numbers_here.values()]
+        kinds = kind_of[pairs.here]
         slow = self._several_parts(leaves, pairs, kinds)
         plain, some = np.flatnonzero((kinds == NONE) & ~slow), np.flatnonzero((kinds >= 0) & ~slow)
         numbers = LeafNumbers(self._leaves)
@@ -175,12 +169,13 @@ class RankShare:
         dropped = self._find_twins(pairs, leaves, alone)
         late = self._late(pairs, plain, leaves, alone)
         record = self._record(self.tree, numbers, late.union(whole.tolist()))
-        return FittedShare(record, pairs.matched(dropped), late)
+        return record, pairs.matched(dropped), late
 
     # Leaves that are not distributed here.
 
     def _add_leaves(self, leaves: Numbers, at: Numbers) -> None:
         """Recorded leaves, as leaves `at` of the share: distributed tensors are whole."""
+        wholes = whole_kinds(self._recorded, self._kinds)
         shift = 0
         for rows in self._ranks:
             inside = (leaves >= shift) & (leaves < shift + len(rows))
@@ -189,20 +184,11 @@ class RankShare:
             row = np.searchsorted(rows.leaves, some)
             is_row = row < len(rows.leaves)
             is_row[is_row] = rows.leaves[row[is_row]] == some[is_row]
-            self._add_rows(rows, row[is_row], to[is_row])
+            kinds, row = wholes[rows.kinds[row[is_row]]], row[is_row]
+            columns = (kinds, rows.images[row], np.full(len(row), WHOLE, np.int64))
+            self._rows.append(_ShareRows(to[is_row], *columns, rows.offsets[row]))
             for leaf, number in zip(some[~is_row].tolist(), to[~is_row].tolist(), strict=True):
                 self._others[number] = self._moved(rows.others[leaf])
-
-    def _add_rows(self, rows: LeafRows, some: Numbers, at: Numbers) -> None:
-        if not len(some):
-            return
-        whole = [
-            LeafKind(kind.dtype, kind.shape, None, kind.flags) if kind.sharding >= 0 else kind
-            for kind in self._recorded.kinds
-        ]
-        kinds = np.array([*map(self._kinds.leaf, whole)], np.int64)[rows.kinds[some]]
-        boxes = np.full(len(some), WHOLE, np.int64)
-        self._rows.append(_ShareRows(at, kinds, rows.images[some], boxes, rows.offsets[some]))
 
     def _moved(self, found: m.Leaf) -> m.Leaf:
         """A leaf that is not a row, with its parts numbered here, in the layouts of their images
@@ -215,7 +201,7 @@ class RankShare:
             if strides is None and not part.offset and part.shape == kind.shape:
                 strides = kind.strides
             number = self._part(part.storage, WHOLE)
-            return msgspec.structs.replace(part, storage=number, strides=strides)
+            return replace(part, storage=number, strides=strides)
 
         return m.with_parts(undistributed(found), moved)
 
@@ -301,15 +287,7 @@ class RankShare:
         if any(placement.is_partial() for placement in spec.placements):
             raise MismatchError(PARTIAL, path=path)
         whole = locals_[0] if locals_ else m.TensorLeaf(dtype, tuple(local.shape), None, NONE)
-        coordinate = spec.mesh.get_coordinate()
-        return m.DTensorLeaf(
-            whole,
-            mesh_record(spec.mesh),
-            tuple(map(t.placement_record, spec.placements)),
-            shape,
-            tuple(mine.stride()),
-            None if coordinate is None else tuple(coordinate),
-        )
+        return dtensor_leaf(mine, whole)
 
     def _add_given(self, given: Mapping[int, torch.Tensor | None], numbers: LeafNumbers) -> Numbers:
         """Leaves that are made for objects: distributed as the tensors that they resemble, where
@@ -326,12 +304,7 @@ class RankShare:
         return np.array(whole, np.int64)
 
     def _box(self, box: Box, shape: tuple[int, ...]) -> int:
-        if box == ((0,) * len(shape), shape):
-            return WHOLE
-        number = self._box_numbers.setdefault(_encode(box), len(self.boxes))
-        if number == len(self.boxes):
-            self.boxes.append(box)
-        return number
+        return WHOLE if box == ((0,) * len(shape), shape) else self._boxes.number(box)
 
     # Several tensors for one place.
 
@@ -371,7 +344,15 @@ class RankShare:
         refs, images = np.unique(codes, return_inverse=True)
         self.sources, self.source_boxes = refs // wide, refs % wide - 1
         of_parts = images[len(leaves) :].tolist()
-        others = {leaf: _renumbered(found, of_parts) for leaf, found in self._others.items()}
+
+        def moved(part: m.TensorLeaf) -> m.TensorLeaf:
+            number = part.storage
+            return part if number < 0 else replace(part, storage=of_parts[number])
+
+        others = {
+            leaf: found if found is _NOTHING else m.with_parts(found, moved)
+            for leaf, found in self._others.items()
+        }
         for number, (_, _, path) in enumerate(self._twins):
             first, second = of_parts[len(self._parts) + 2 * number :][:2]
             self.twins.append(Twins(first, second, path))
@@ -397,24 +378,6 @@ class RankShare:
 
 
 _TENSOR = m.TensorLeaf("uint8", (), None, NONE)  # in the place of rows
-
-
-def _kinds_of(layout: DestinationLayout, leaves: int) -> Numbers:
-    """Of each leaf of a destination, its kind of distributed tensor, or -1."""
-    found: Numbers = np.full(leaves, NONE, np.int64)
-    numbers = layout.sharded.numbers
-    if numbers:
-        found[np.array([*numbers], np.int64)] = np.array([*numbers.values()], np.int64)
-    return found
-
-
-def _renumbered(leaf: m.Leaf, numbers: Sequence[int]) -> m.Leaf:
-    def moved(part: m.TensorLeaf) -> m.TensorLeaf:
-        if part.storage < 0:
-            return part
-        return msgspec.structs.replace(part, storage=numbers[part.storage])
-
-    return leaf if leaf is _NOTHING else m.with_parts(leaf, moved)
 
 
 def _is_settable(mine: object) -> bool:

@@ -12,8 +12,7 @@ from functools import partial
 
 import torch
 
-from torchrelay.plan.region import Region
-from torchrelay.plan.stream import Stream
+from torchrelay.plan.region import Region, Stream
 from torchrelay.record.schema import Record
 from torchrelay.stores.reading.chunks import (
     PIECE_BYTES,

@@ -20,7 +20,7 @@ from torchrelay.geometry.runs import Column, Runs, moves, reached
 from torchrelay.memory.gpu import kernels
 from torchrelay.memory.gpu.kernels import ChunkTable, CudaError, Tables
 from torchrelay.memory.gpu.side import on_side_stream
-from torchrelay.plan.stream import Stream
+from torchrelay.plan.region import Stream
 from torchrelay.stores.writer.file_writer import FileSpec
 
 

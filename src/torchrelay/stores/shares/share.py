@@ -11,8 +11,7 @@ import torch
 
 from torchrelay.errors import CheckpointError
 from torchrelay.geometry.boxes import Box
-from torchrelay.plan.region import Region
-from torchrelay.plan.stream import Stream
+from torchrelay.plan.region import Region, Stream
 from torchrelay.record.kinds import KindTable
 from torchrelay.record.schema import ImageKind, ObjectBytes, Record, VolumeRecord, column_of
 from torchrelay.state.tensors import versions_of

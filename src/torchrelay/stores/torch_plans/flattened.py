@@ -15,8 +15,7 @@ import msgspec
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 from torchrelay.errors import CheckpointError, ManifestError
-from torchrelay.plan.outline import in_rows
-from torchrelay.plan.overlay import renumbered, shifted
+from torchrelay.plan.outline import in_rows, renumbered, shifted
 from torchrelay.plan.stored import Names
 from torchrelay.record import manifest as m
 from torchrelay.record.schema import ImageKind, Record

@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from torchrelay.errors import MismatchError
-from torchrelay.plan.overlay import laid_over
+from torchrelay.plan.outline import laid_over
 from torchrelay.plan.stored import StoredTensor, StoredTensors
 from torchrelay.record import manifest as m
 from torchrelay.record.manifest import parts

@@ -13,8 +13,7 @@ from functools import cached_property
 
 from torchrelay.errors import RelayError, RemoteProtocolError
 from torchrelay.memory.pool import cores
-from torchrelay.plan.part import SnapshotPart
-from torchrelay.plan.snapshot import Snapshot
+from torchrelay.plan.snapshot import Snapshot, SnapshotPart
 from torchrelay.record.reads import decode_reads
 from torchrelay.results import Outcome, Report, Traffic
 from torchrelay.transports.meeting.connection import Connection, ConnectionLost, Inbox, MessageHeard
