@@ -15,7 +15,8 @@ import torch
 import torch.distributed as dist
 
 import torchrelay as tr
-from torchrelay.demo.job import Settings, ShardedJob
+from torchrelay.demo.job import Settings
+from torchrelay.demo.sharded import ShardedJob
 
 
 class Post(NamedTuple):
