@@ -101,6 +101,12 @@ class TwoSlots:
         if snapshot is not None:
             self._service.hide(snapshot, self._reserved)
 
+    def show(self, shown: m.Show) -> None:
+        if self._service.snapshots.by_id(shown.snapshot) is not None:
+            # The same content once more: it stays where its readers have it.
+            shown.slot = self._reserved = self._newest
+        self._service.show(shown)
+
     def finish(self, ended: m.FinishPublish) -> None:
         if not ended.failed and ended.skipped is None:
             self._newest = self._reserved
@@ -156,7 +162,7 @@ class EndpointProgram:
                 slots.take()
                 base = slots.newest
             elif isinstance(request, m.Show):
-                service.show(request)
+                slots.show(request)
             elif isinstance(request, m.ShowDevice):
                 service.show_on_device(request)
             else:
