@@ -16,8 +16,8 @@ import pytest
 import torch
 
 import torchrelay as tr
-from torchrelay.endpoint import seed as seeds
-from torchrelay.endpoint.seed import Seed
+from torchrelay.endpoint.reshare import seed as seeds
+from torchrelay.endpoint.reshare.seed import Seed
 from torchrelay.endpoint.server.messages import Listen
 from torchrelay.endpoint.server.step_server import StepServer
 from torchrelay.memory.kept_ranges import KeptRanges

@@ -15,8 +15,8 @@ import msgspec
 
 from torchrelay.endpoint.page import PAGE, watch_page
 from torchrelay.endpoint.page.data import WatchedSteps, changes, settle, tree, values
-from torchrelay.endpoint.server.http import Response
-from torchrelay.endpoint.server.requests import Request
+from torchrelay.endpoint.server.http.connections import Response
+from torchrelay.endpoint.server.http.requests import Request
 from torchrelay.errors import RelayError
 
 FRESH = {"Cache-Control": "no-store"}

@@ -12,10 +12,10 @@ from torchrelay.endpoint.address import Address
 from torchrelay.endpoint.page import PAGE, PATHS
 from torchrelay.endpoint.page.answers import FRESH, PageAnswers
 from torchrelay.endpoint.page.data import WatchedSteps
-from torchrelay.endpoint.server.accepting import Acceptor, listen_at
-from torchrelay.endpoint.server.admission import refusal
-from torchrelay.endpoint.server.http import HttpConnection, HttpServer, Response
-from torchrelay.endpoint.server.requests import Refusal, Request
+from torchrelay.endpoint.server.http.accepting import Acceptor, listen_at
+from torchrelay.endpoint.server.http.admission import refusal
+from torchrelay.endpoint.server.http.connections import HttpConnection, HttpServer, Response
+from torchrelay.endpoint.server.http.requests import Refusal, Request
 
 CONNECTIONS = 64
 STALL_SECONDS = 10.0

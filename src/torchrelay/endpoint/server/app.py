@@ -12,10 +12,22 @@ import msgspec
 import xxhash
 
 from torchrelay.endpoint.page import PAGE, PATHS
-from torchrelay.endpoint.server import admission
-from torchrelay.endpoint.server.http import Handler, HttpConnection, Response, SlowReader, Span
+from torchrelay.endpoint.server.http import admission
+from torchrelay.endpoint.server.http.connections import (
+    Handler,
+    HttpConnection,
+    Response,
+    SlowReader,
+    Span,
+)
+from torchrelay.endpoint.server.http.requests import (
+    BODY_BYTES,
+    ByteRange,
+    Refusal,
+    Request,
+    byte_range,
+)
 from torchrelay.endpoint.server.messages import SeedAnnouncement, SeedAnswer
-from torchrelay.endpoint.server.requests import BODY_BYTES, ByteRange, Refusal, Request, byte_range
 from torchrelay.endpoint.server.service import Service
 from torchrelay.endpoint.server.snapshots import ServedSnapshot
 from torchrelay.endpoint.server.status import metrics, status
@@ -225,7 +237,7 @@ class App:
 
     def _parts(self, request: Request, line: HttpConnection) -> None:
         # Imported for this alone: numpy takes as much memory as the server itself.
-        from torchrelay.endpoint.server.parts import wanted_parts
+        from torchrelay.endpoint.server.updates.parts import wanted_parts
         from torchrelay.parts.runs import decode_request
         from torchrelay.parts.stream import part_stream
 

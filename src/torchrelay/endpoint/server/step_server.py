@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import threading
 
-from torchrelay.endpoint.server.accepting import Acceptor, listen_at
 from torchrelay.endpoint.server.app import App
-from torchrelay.endpoint.server.http import HttpServer
+from torchrelay.endpoint.server.http.accepting import Acceptor, listen_at
+from torchrelay.endpoint.server.http.connections import HttpServer
 from torchrelay.endpoint.server.local_memory import LocalMemory
 from torchrelay.endpoint.server.messages import Listen
 from torchrelay.endpoint.server.service import Service

@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from torchrelay.endpoint.server.http import HttpConnection
+from torchrelay.endpoint.server.http.connections import HttpConnection
 from torchrelay.endpoint.server.messages import FinishPublish
 from torchrelay.endpoint.server.snapshots import ServedSnapshot
 

@@ -20,8 +20,8 @@ from contextlib import suppress
 from http import HTTPStatus
 from typing import BinaryIO, NamedTuple
 
-from torchrelay.endpoint.server.admission import is_own_user
-from torchrelay.endpoint.server.requests import HEAD_BYTES, Refusal, Request
+from torchrelay.endpoint.server.http.admission import is_own_user
+from torchrelay.endpoint.server.http.requests import HEAD_BYTES, Refusal, Request
 from torchrelay.sources.http_head import END
 
 logger = logging.getLogger("torchrelay")

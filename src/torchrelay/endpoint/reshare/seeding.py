@@ -6,8 +6,8 @@ from collections.abc import Callable
 from typing import TypeGuard
 
 from torchrelay.deadlines import Deadline
-from torchrelay.endpoint.seed import Seed
-from torchrelay.endpoint.swarm import Swarm
+from torchrelay.endpoint.reshare.seed import Seed
+from torchrelay.endpoint.reshare.swarm import Swarm
 from torchrelay.errors import UsageError
 from torchrelay.progress import Bar, ProgressCallback
 from torchrelay.record.schema import Record

@@ -18,7 +18,7 @@ import msgspec
 import numpy as np
 
 from torchrelay.deadlines import Deadline
-from torchrelay.endpoint.seed import Seed
+from torchrelay.endpoint.reshare.seed import Seed
 from torchrelay.endpoint.server.messages import SeedAnnouncement, SeedAnswer
 from torchrelay.errors import EndpointError, TransferTimeoutError, UsageError
 from torchrelay.memory.crew import Crew, share_out
