@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import re
 import secrets
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing
+from collections.abc import Callable, Iterator
+from contextlib import closing, nullcontext
+from functools import partial
 from typing import TYPE_CHECKING, Annotated, NamedTuple, TypeVar
 
 import msgspec
@@ -40,14 +41,12 @@ from torchrelay.sources.lent_memory import LocalFacts
 
 if TYPE_CHECKING:
     from torchrelay.endpoint.page.answers import PageAnswers
-    from torchrelay.endpoint.server.whole_file import WholeFile
 
 READER = re.compile(r"[A-Za-z0-9]{16,64}")
 MAX_WAIT = 60.0  # seconds that a request waits for a newer step
 STEP_SECONDS = 30.0  # for a step that is being published
 CHUNK_SECONDS = 2.0  # for chunks that are on their way here
 MAX_PATTERNS, MAX_PATTERN = 16, 200
-FILES_KEPT = 8  # headers of whole files
 PARTS, PARTS_BODY = "/parts", 4 << 20  # a request for parts has many runs
 FRESH = {"Cache-Control": "no-store"}
 
@@ -64,17 +63,15 @@ class Ending(msgspec.Struct):
 
 
 class _Bytes(NamedTuple):
-    """An answer with bytes of a step; `length` is None where that is not known before."""
+    """An answer with bytes of a step, for a transfer of a `kind` with `total` bytes. Without an
+    `extent`, its length is not known before."""
 
-    status: int
-    length: int | None
+    snapshot: ServedSnapshot
+    kind: str
+    total: int
+    extent: ByteRange | None
     headers: dict[str, str]
     pieces: Callable[[], Pieces]
-
-    @classmethod
-    def of(cls, extent: ByteRange, etag: str, pieces: Callable[[], Pieces]) -> _Bytes:
-        status, length = 206 if extent.partial else 200, extent.stop - extent.start
-        return cls(status, length, extent.headers(etag), pieces)
 
 
 class App:
@@ -83,22 +80,26 @@ class App:
     def __init__(self, service: Service) -> None:
         self.service = service
         self._page_answers: PageAnswers | None = None  # once the page was asked for
-        self._files: dict[tuple[str, tuple[str, ...]], WholeFile] = {}
-        # Short answers, which are made with the lock held.
+        # By path, with the method. Short answers are made with the lock held.
         self._short: dict[str, tuple[str, Handler]] = {
             "/healthz": ("GET", lambda request, line: Response(body=b"ok\n")),
             "/steps.json": ("GET", self._steps),
             "/record": ("GET", self._record),
             "/places.json": ("GET", self._places),
-            "/local.json": ("GET", lambda request, line: _json(self._local_facts())),
+            "/local.json": (
+                "GET",
+                lambda request, line: _json(LocalFacts(machine(), service.socket)),
+            ),
             "/seeds": ("POST", self._seeds),
+            "/readers/": ("POST", self._reader_ends),
             "/status.json": ("GET", lambda request, line: _json(status(service))),
             "/metrics": ("GET", lambda request, line: Response(body=metrics(service).encode())),
         }
-        self._long: dict[str, Handler] = {
-            "/model.safetensors": self._file,
-            PARTS: self._parts,
-            **dict.fromkeys((PAGE, *PATHS), self._page),
+        self._long: dict[str, tuple[str, Handler]] = {
+            "/volumes/": ("GET", self._volume),
+            "/model.safetensors": ("GET", self._file),
+            PARTS: ("POST", self._parts),
+            **dict.fromkeys((PAGE, *PATHS), ("GET", self._page)),
         }
 
     def expect(self, request: Request, line: HttpConnection) -> None:
@@ -113,15 +114,16 @@ class App:
         """The answer to a request; None where it was sent already."""
         self._admit(request, line)
         path = request.path
-        if path in self._short or path.startswith("/readers/"):
-            allowed, act = self._short.get(path, ("POST", self._reader_ends))
-            _check_method(request, allowed)
-            with self.service.lock:
-                return act(request, line)
-        if path not in self._long and not path.startswith("/volumes/"):
+        for prefix in ("/readers/", "/volumes/"):
+            path = prefix if path.startswith(prefix) else path
+        is_short = path in self._short
+        if not is_short and path not in self._long:
             raise Refusal(404, "nothing is here: docs/http.md lists what can be asked for")
-        _check_method(request, "POST" if path == PARTS else "GET")
-        return self._long.get(path, self._volume)(request, line)
+        allowed, act = self._short[path] if is_short else self._long[path]
+        if request.method != allowed and (request.method, allowed) != ("HEAD", "GET"):
+            raise Refusal(405, f"this path takes {allowed}")
+        with self.service.lock if is_short else nullcontext():
+            return act(request, line)
 
     def _admit(self, request: Request, line: HttpConnection) -> None:
         # The page holds nothing of the state; a browser cannot send a token to get it.
@@ -138,16 +140,13 @@ class App:
 
     def _steps(self, request: Request, line: HttpConnection) -> Response:
         above = request.number("newer_than")
+        service, snapshots = self.service, self.service.snapshots
         if above is not None:
             wait = min((request.number("wait_ms") or 0) / 1000, MAX_WAIT)
-            self.service.until(lambda: self._newest_step() > above, wait)
+            service.until(lambda: any(one.step > above for one in snapshots.listed[-1:]), wait)
         else:
-            self.service.until(lambda: not self.service.pending, STEP_SECONDS)
-        return _json({"steps": [snapshot.facts() for snapshot in self.service.snapshots.listed]})
-
-    def _newest_step(self) -> int:
-        newest = self.service.snapshots.newest
-        return -1 if newest is None else newest.step
+            service.until(lambda: not service.pending, STEP_SECONDS)
+        return _json({"steps": [snapshot.facts() for snapshot in snapshots.listed]})
 
     def _asked_for(self, request: Request) -> ServedSnapshot:
         """The step that a request names, or the newest."""
@@ -187,8 +186,8 @@ class App:
         }
         return _json({"step": snapshot.step, "snapshot": snapshot.id, "volumes": volumes})
 
-    def _local_facts(self) -> LocalFacts:
-        return LocalFacts(machine(), self.service.socket)
+    def _local_facts(self, request: Request, line: HttpConnection) -> Response:
+        return _json(LocalFacts(machine(), self.service.socket))
 
     def _seeds(self, request: Request, line: HttpConnection) -> Response:
         """A puller says where it serves what it has, and learns of the others."""
@@ -232,8 +231,9 @@ class App:
         def pieces() -> Pieces:
             return filter(None, [snapshot.span(name, extent.start, extent.stop)])
 
-        answer = _Bytes.of(extent, snapshot.etag, pieces)
-        self._send(request, line, snapshot, "http", snapshot.nbytes, answer)
+        headers = extent.headers(snapshot.etag)
+        answer = _Bytes(snapshot, "http", snapshot.nbytes, extent, headers, pieces)
+        self._send(request, line, answer)
 
     def _parts(self, request: Request, line: HttpConnection) -> None:
         # Imported for this alone: numpy takes as much memory as the server itself.
@@ -248,19 +248,23 @@ class App:
         except RemoteProtocolError as fault:
             raise Refusal(400, fault.message) from None
 
-        def pieces() -> Pieces:
-            return part_stream(wanted.opened())
-
         headers = {"Content-Type": "application/octet-stream", **FRESH}
-        answer = _Bytes(200, None, headers, pieces)
-        self._send(request, line, snapshot, "http", snapshot.nbytes, answer)
+        sent = partial(part_stream, wanted)
+        self._send(request, line, _Bytes(snapshot, "http", snapshot.nbytes, None, headers, sent))
 
     def _file(self, request: Request, line: HttpConnection) -> Response | None:
         patterns = request.query.get("include", [])
         if len(patterns) > MAX_PATTERNS or any(len(one) > MAX_PATTERN for one in patterns):
             raise Refusal(400, f"give at most {MAX_PATTERNS} patterns of {MAX_PATTERN} characters")
+        # Imported for this alone: what reads a record takes as much memory as the server itself.
+        from torchrelay.endpoint.server.whole_file import whole_file
+
         snapshot = self._asked_for(request)
-        file = self._whole_file(snapshot, patterns)
+        if not snapshot.tensors:
+            raise Refusal(404, "a seed has the volumes of a step: ask the endpoint for its file")
+        file = whole_file(snapshot.record, tuple(patterns), snapshot.id)
+        if not file.contents.tensors:
+            raise Refusal(404, "no tensor has a name like that: the record lists the names")
         digest = xxhash.xxh3_64_hexdigest("\n".join(patterns).encode("utf-8", "replace"))
         etag = snapshot.etag + (f"-{digest}" if patterns else "")
         if f'"{etag}"' in request.headers.get("if-none-match", ""):
@@ -273,28 +277,9 @@ class App:
             with closing(reader):
                 yield from file.pieces(reader, extent.start, extent.stop)
 
-        answer = _Bytes.of(extent, etag, pieces)
-        self._send(request, line, snapshot, "file", file.nbytes, answer)
+        answer = _Bytes(snapshot, "file", file.nbytes, extent, extent.headers(etag), pieces)
+        self._send(request, line, answer)
         return None
-
-    def _whole_file(self, snapshot: ServedSnapshot, patterns: Sequence[str]) -> WholeFile:
-        # Imported for this alone: what reads a record takes as much memory as the server itself.
-        from torchrelay.endpoint.server.whole_file import WholeFile
-
-        if not snapshot.tensors:
-            raise Refusal(404, "a seed has the volumes of a step: ask the endpoint for its file")
-        key = snapshot.id, tuple(patterns)
-        found = self._files.get(key)
-        if found is None:
-            metadata = {"step": str(snapshot.step), "snapshot": snapshot.id}
-            found = WholeFile(snapshot.record, patterns, metadata)
-            if not found.contents.tensors:
-                raise Refusal(404, "no tensor has a name like that: the record lists the names")
-            with self.service.lock:
-                while len(self._files) >= FILES_KEPT:
-                    self._files.pop(next(iter(self._files)))
-                self._files[key] = found
-        return found
 
     def _extent(self, request: Request, nbytes: int, etag: str) -> ByteRange:
         try:
@@ -322,26 +307,21 @@ class App:
             raise Refusal(429, "too many readers at once: ask again later")
         return found
 
-    def _send(
-        self,
-        request: Request,
-        line: HttpConnection,
-        snapshot: ServedSnapshot,
-        kind: str,
-        total: int,
-        answer: _Bytes,
-    ) -> None:
+    def _send(self, request: Request, line: HttpConnection, answer: _Bytes) -> None:
         """Send an answer with bytes, and note how that ended. While it is sent, the memory of the
         snapshot is not taken back."""
+        snapshot, kind, total, extent, headers, pieces = answer
+        status = 206 if extent is not None and extent.partial else 200
+        length = None if extent is None else extent.stop - extent.start
         if request.method == "HEAD":
-            line.send_head(answer.status, answer.length, answer.headers)
+            line.send_head(status, length, headers)
             return
         service, transfers = self.service, self.service.transfers
         with service.lock:
             self._by_id(snapshot.id)  # it may be gone by now
             transfer = self._transfer(request, line, snapshot, kind, total)
             transfer.lines.add(line)
-            given = answer.pieces()
+            given = pieces()
 
         def moved(nbytes: int) -> None:
             with service.lock:
@@ -349,7 +329,7 @@ class App:
 
         reason = ""
         try:
-            line.send_head(answer.status, answer.length, answer.headers)
+            line.send_head(status, length, headers)
             line.stream(given, moved)
         except SlowReader:
             reason = f"the reader took no bytes for {service.stall:g} s and was dropped"
@@ -374,11 +354,6 @@ class App:
         if self._page_answers is None:
             self._page_answers = PageAnswers(ServedWatch(self.service))
         return self._page_answers.answer(request)
-
-
-def _check_method(request: Request, allowed: str) -> None:
-    if request.method != allowed and not (allowed == "GET" and request.method == "HEAD"):
-        raise Refusal(405, f"this path takes {allowed}")
 
 
 def _json(facts: object) -> Response:

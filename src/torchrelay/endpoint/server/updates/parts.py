@@ -14,39 +14,11 @@ from torchrelay.parts.runs import MAX_RUNS, PartRuns, PartsRequest
 from torchrelay.parts.stream import WantedPart
 
 
-class WantedParts:
-    """Runs of volumes that are in this process, and which base the reader has of each."""
-
-    def __init__(
-        self,
-        snapshot: ServedSnapshot,
-        changes: ChangeHistory | None,
-        runs: dict[str, tuple[PartRuns, str | None]],
-    ) -> None:
-        self._snapshot, self._changes, self._runs = snapshot, changes, runs
-
-    def opened(self) -> Iterator[WantedPart]:
-        """The volumes one after the other. The snapshot is being read meanwhile, so that its memory
-        is not taken back."""
-        if self._changes is not None:
-            self._changes.ask()
-        for name, (runs, base) in self._runs.items():
-            found = self._snapshot.place(name)
-            if found is None:
-                raise ConnectionResetError("the step was replaced")
-            slot, volume = found
-            # A view of its own: the slot may be given back while this one is in use.
-            view = slot.view[volume.start : volume.start + volume.nbytes]
-            known = None
-            if base is not None and self._changes is not None:
-                known = self._changes.between(base, self._snapshot.id, name)
-            yield WantedPart(np.frombuffer(view, np.uint8), runs, known)
-
-
 def wanted_parts(
     said: PartsRequest, snapshot: ServedSnapshot, changes: ChangeHistory | None
-) -> WantedParts:
-    """`RemoteProtocolError` for malformed runs, `Refusal` for volumes that are not here."""
+) -> Iterator[WantedPart]:
+    """The parts, one volume after the other. `RemoteProtocolError` for malformed runs, `Refusal`
+    for volumes that are not here, both before the first part is taken."""
     if not snapshot.complete:
         raise Refusal(404, "the step is still arriving here")
     found: dict[str, tuple[PartRuns, str | None]] = {}
@@ -60,4 +32,25 @@ def wanted_parts(
         count += len(runs)
         if count > MAX_RUNS:
             raise RemoteProtocolError(f"a request has at most {MAX_RUNS} runs")
-    return WantedParts(snapshot, changes, found)
+    return _opened(found, snapshot, changes)
+
+
+def _opened(
+    wanted: dict[str, tuple[PartRuns, str | None]],
+    snapshot: ServedSnapshot,
+    changes: ChangeHistory | None,
+) -> Iterator[WantedPart]:
+    """To be used while the snapshot is read, so that its memory is not taken back."""
+    if changes is not None:
+        changes.ask()
+    for name, (runs, base) in wanted.items():
+        found = snapshot.place(name)
+        if found is None:
+            raise ConnectionResetError("the step was replaced")
+        slot, volume = found
+        # A view of its own: the slot may be given back while this one is in use.
+        view = slot.view[volume.start : volume.start + volume.nbytes]
+        known = None
+        if base is not None and changes is not None:
+            known = changes.between(base, snapshot.id, name)
+        yield WantedPart(np.frombuffer(view, np.uint8), runs, known)
