@@ -37,7 +37,6 @@ class Seed:
         host: str,
         access: Access,
         files: Sequence[VolumeRecord],
-        *,
         expects: Callable[[int], bool] = lambda chunk: False,
         met: Callable[[str], None] = lambda url: None,
     ) -> None:

@@ -102,13 +102,12 @@ class App:
             **dict.fromkeys((PAGE, *PATHS), ("GET", self._page)),
         }
 
-    def expect(self, request: Request, line: HttpConnection) -> None:
-        """Refuse a request whose body is too long, or comes from a client that may not ask."""
-        if request.path == PARTS and request.length > BODY_BYTES:
-            self._admit(request, line)
-            request.check_body(PARTS_BODY)
-        else:
-            request.check_body()
+    def body_limit(self, request: Request, line: HttpConnection) -> int:
+        """The most bytes of a body. Long ones are taken from clients that may ask alone."""
+        if request.path != PARTS or request.length <= BODY_BYTES:
+            return BODY_BYTES
+        self._admit(request, line)
+        return PARTS_BODY
 
     def answer(self, request: Request, line: HttpConnection) -> Response | None:
         """The answer to a request; None where it was sent already."""
@@ -342,9 +341,9 @@ class App:
             with service.lock:
                 transfer.lines.discard(line)
                 transfer.fault = reason = transfer.cut or reason
-                if transfer.is_one_request:
+                if transfer.reader.startswith(ONE_REQUEST):
                     transfers.end(transfer, "failed" if reason else "done", reason)
-            service.notify()
+                service.notify()
 
     def _page(self, request: Request, line: HttpConnection) -> Response:
         # Imported for the page alone: with numpy it takes as much memory as the server itself.

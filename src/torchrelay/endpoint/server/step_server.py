@@ -37,7 +37,7 @@ class StepServer:
             connections=listen.connections,
             stall=listen.stall,
             context=access.server_context(),
-            expect=app.expect,
+            body_limit=app.body_limit,
         )
         self._memory = LocalMemory(self.service) if lends else None
         self.service.socket = "" if self._memory is None else self._memory.name

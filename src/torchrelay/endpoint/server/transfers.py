@@ -39,16 +39,6 @@ class Transfer:
     samples: deque[tuple[float, int]] = field(default_factory=lambda: deque(maxlen=64))
 
     @property
-    def is_one_request(self) -> bool:
-        return self.reader.startswith(ONE_REQUEST)
-
-    def moved(self, nbytes: int) -> None:
-        self.bytes += nbytes
-        self.seen = now = time.monotonic()
-        if not self.samples or now - self.samples[-1][0] > RATE_SECONDS / 32:
-            self.samples.append((now, self.bytes))
-
-    @property
     def rate(self) -> float:
         """Bytes a second, of the last seconds."""
         now = time.monotonic()
@@ -97,8 +87,11 @@ class Transfers:
         return found
 
     def moved(self, transfer: Transfer, nbytes: int) -> None:
-        transfer.moved(nbytes)
         self.sent_bytes += nbytes
+        transfer.bytes += nbytes
+        transfer.seen = now = time.monotonic()
+        if not transfer.samples or now - transfer.samples[-1][0] > RATE_SECONDS / 32:
+            transfer.samples.append((now, transfer.bytes))
 
     def end(self, transfer: Transfer, outcome: str, reason: str = "") -> None:
         if self.active.pop((transfer.reader, transfer.snapshot.id), None) is None:

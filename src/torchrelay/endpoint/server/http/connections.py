@@ -21,7 +21,7 @@ from http import HTTPStatus
 from typing import BinaryIO, NamedTuple
 
 from torchrelay.endpoint.server.http.admission import is_own_user
-from torchrelay.endpoint.server.http.requests import HEAD_BYTES, Refusal, Request
+from torchrelay.endpoint.server.http.requests import BODY_BYTES, HEAD_BYTES, Refusal, Request
 from torchrelay.sources.http_head import END
 
 logger = logging.getLogger("torchrelay")
@@ -55,7 +55,7 @@ class SlowReader(TimeoutError):
     """A client takes too long to take what it asked for."""
 
 
-Expect = Callable[[Request, "HttpConnection"], None]
+BodyLimit = Callable[[Request, "HttpConnection"], int]
 
 
 class HttpConnection:
@@ -93,9 +93,8 @@ class HttpConnection:
     def close(self) -> None:
         self._sock.close()
 
-    def request(self, idle: float, expect: Expect | None = None) -> Request | None:
-        """The next request, which begins within `idle` seconds; None where the client closes.
-        `expect` refuses one by its head, before its body is read."""
+    def request(self, idle: float, body_limit: BodyLimit) -> Request | None:
+        """The next request, which begins within `idle` seconds; None where the client closes."""
         if not self._ahead and not self._receive(time.monotonic() + idle):
             return None
         end = time.monotonic() + self._stall
@@ -108,10 +107,8 @@ class HttpConnection:
             raise Refusal(431, f"a request has at most {HEAD_BYTES} bytes of headers")
         found = Request.parse(bytes(self._ahead[:at]))
         del self._ahead[: at + len(END)]
-        if expect is None:
-            found.check_body()
-        else:
-            expect(found, self)
+        if found.length > (most := body_limit(found, self)):
+            raise Refusal(413, f"a body has at most {most} bytes")
         while len(self._ahead) < found.length:
             if not self._receive(end):
                 return None
@@ -188,7 +185,8 @@ Handler = Callable[[Request, HttpConnection], Response | None]
 
 class HttpServer:
     """Serves at most `connections` at a time. Each has `stall` seconds for a request, and for each
-    piece that it is sent. `expect` refuses requests whose bodies are not to be read."""
+    piece that it is sent. `body_limit`: the most bytes of the body that a request with this head
+    may have; it may refuse the request, too."""
 
     def __init__(
         self,
@@ -197,9 +195,9 @@ class HttpServer:
         connections: int,
         stall: float,
         context: ssl.SSLContext | None,
-        expect: Expect | None = None,
+        body_limit: BodyLimit = lambda request, line: BODY_BYTES,
     ) -> None:
-        self._expect = expect
+        self._body_limit = body_limit
         self._answer, self._most, self._stall, self._context = answer, connections, stall, context
         self._lock = threading.Lock()
         self._open: set[HttpConnection] = set()
@@ -241,7 +239,7 @@ class HttpServer:
         """Whether the connection continues after the next request."""
         request: Request | None = None
         try:
-            request = line.request(idle, self._expect)
+            request = line.request(idle, self._body_limit)
             if request is None:
                 return False
             line.busy, line.since = True, time.monotonic()
