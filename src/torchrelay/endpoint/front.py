@@ -121,7 +121,7 @@ class Endpoint:
         self._publisher.close(self._timeout)
 
     def _forsake(self) -> None:
-        self._publisher.forsake()
+        self._publisher.detach_after_fork()
 
     def __enter__(self) -> Endpoint:
         return self

@@ -252,7 +252,7 @@ class Keeper:
         self.close()
 
     def _forsake(self) -> None:
-        self._publisher.forsake()
+        self._publisher.detach_after_fork()
 
     def __enter__(self) -> Keeper:
         return self

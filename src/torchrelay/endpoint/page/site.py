@@ -6,11 +6,9 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-import msgspec
-
 from torchrelay.endpoint.address import Address
 from torchrelay.endpoint.page import PAGE, PATHS
-from torchrelay.endpoint.page.answers import FRESH, PageAnswers
+from torchrelay.endpoint.page.answers import PageAnswers
 from torchrelay.endpoint.page.data import WatchedSteps
 from torchrelay.endpoint.server.http.accepting import Acceptor, listen_at
 from torchrelay.endpoint.server.http.admission import refusal
@@ -53,7 +51,7 @@ class PageSite:
         if request.path == "/status.json":
             with self._turn:
                 found = self._status()
-            return Response(200, msgspec.json.encode(found), "application/json", FRESH)
+            return Response.json(found)
         if request.path not in (PAGE, *PATHS):
             raise Refusal(404, "nothing is here")
         return self._answers.answer(request)

@@ -434,7 +434,7 @@ class Publisher:
         if self._last is not None:
             self._last.ends_within(seconds)
 
-    def forsake(self) -> None:
+    def detach_after_fork(self) -> None:
         """In a child of a fork: the server and the memory are the parent's."""
         self._server.process.detach_after_fork()
         for arena in self.arenas.values():

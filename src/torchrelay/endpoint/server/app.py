@@ -15,6 +15,7 @@ import xxhash
 from torchrelay.endpoint.page import PAGE, PATHS
 from torchrelay.endpoint.server.http import admission
 from torchrelay.endpoint.server.http.connections import (
+    FRESH,
     Handler,
     HttpConnection,
     Response,
@@ -48,7 +49,6 @@ STEP_SECONDS = 30.0  # for a step that is being published
 CHUNK_SECONDS = 2.0  # for chunks that are on their way here
 MAX_PATTERNS, MAX_PATTERN = 16, 200
 PARTS, PARTS_BODY = "/parts", 4 << 20  # a request for parts has many runs
-FRESH = {"Cache-Control": "no-store"}
 
 Said = TypeVar("Said", bound=msgspec.Struct)
 Pieces = Iterator[bytes | memoryview | Span]
@@ -88,11 +88,11 @@ class App:
             "/places.json": ("GET", self._places),
             "/local.json": (
                 "GET",
-                lambda request, line: _json(LocalFacts(machine(), service.socket)),
+                lambda request, line: Response.json(LocalFacts(machine(), service.socket)),
             ),
             "/seeds": ("POST", self._seeds),
             "/readers/": ("POST", self._reader_ends),
-            "/status.json": ("GET", lambda request, line: _json(status(service))),
+            "/status.json": ("GET", lambda request, line: Response.json(status(service))),
             "/metrics": ("GET", lambda request, line: Response(body=metrics(service).encode())),
         }
         self._long: dict[str, tuple[str, Handler]] = {
@@ -145,7 +145,7 @@ class App:
             service.until(lambda: any(one.step > above for one in snapshots.listed[-1:]), wait)
         else:
             service.until(lambda: not service.pending, STEP_SECONDS)
-        return _json({"steps": [snapshot.facts() for snapshot in snapshots.listed]})
+        return Response.json({"steps": [snapshot.facts() for snapshot in snapshots.listed]})
 
     def _asked_for(self, request: Request) -> ServedSnapshot:
         """The step that a request names, or the newest."""
@@ -183,10 +183,10 @@ class App:
             volume.name: ["" if snapshot.place(volume.name) else snapshot.ranks[place]]
             for volume, place in zip(snapshot.order, snapshot.places, strict=True)
         }
-        return _json({"step": snapshot.step, "snapshot": snapshot.id, "volumes": volumes})
+        return Response.json({"step": snapshot.step, "snapshot": snapshot.id, "volumes": volumes})
 
     def _local_facts(self, request: Request, line: HttpConnection) -> Response:
-        return _json(LocalFacts(machine(), self.service.socket))
+        return Response.json(LocalFacts(machine(), self.service.socket))
 
     def _seeds(self, request: Request, line: HttpConnection) -> Response:
         """A puller says where it serves what it has, and learns of the others."""
@@ -200,7 +200,9 @@ class App:
         if self.service.access.tls and place.scheme != "https":
             raise Refusal(400, "a seed of an https endpoint serves by https")
         snapshot = self._by_id(said.snapshot)
-        return _json(SeedAnswer(self.service.announce(place.url, snapshot.id), snapshot.complete))
+        return Response.json(
+            SeedAnswer(self.service.announce(place.url, snapshot.id), snapshot.complete)
+        )
 
     def _reader_ends(self, request: Request, line: HttpConnection) -> Response:
         said = _body(request, Ending, '{"outcome": "done"} or "failed", with "reason"')
@@ -353,10 +355,6 @@ class App:
         if self._page_answers is None:
             self._page_answers = PageAnswers(ServedWatch(self.service))
         return self._page_answers.answer(request)
-
-
-def _json(facts: object) -> Response:
-    return Response(body=msgspec.json.encode(facts), kind="application/json", headers=FRESH)
 
 
 def _body(request: Request, kind: type[Said], form: str) -> Said:

@@ -15,7 +15,7 @@ MOST_SLOTS = 3  # the newest step, the next one, and one that a process does not
 
 
 def lease_of(shown: Show) -> DeviceLease:
-    """What a process gets to know of a step in memory of a GPU."""
+    """The answer to a process that asks for a step in memory of a GPU."""
     volumes = {one.name: (one.start, one.nbytes) for one in shown.volumes}
     lease = DeviceLease(shown.step, shown.snapshot, volumes=volumes, export=shown.export)
     if (whole := shown.whole) is not None:

@@ -20,6 +20,8 @@ from contextlib import suppress
 from http import HTTPStatus
 from typing import BinaryIO, NamedTuple
 
+import msgspec
+
 from torchrelay.endpoint.server.http.admission import is_own_user
 from torchrelay.endpoint.server.http.requests import BODY_BYTES, HEAD_BYTES, Refusal, Request
 from torchrelay.sources.http_head import END
@@ -30,6 +32,7 @@ IDLE_SECONDS = 75.0  # that a connection may stay open between requests
 STUCK_SECONDS = 2.0  # without a piece, after which another client may take its place
 PIECE_BYTES = 2 << 20  # for which a reader has a limited time
 COPY_BYTES = 1 << 18  # copied and sent at once where the kernel cannot send from memory itself
+FRESH = {"Cache-Control": "no-store"}
 _NOW = struct.pack("ii", 1, 0)  # SO_LINGER: what the kernel has not delivered is thrown away
 
 
@@ -40,6 +43,10 @@ class Response(NamedTuple):
     body: bytes = b""
     kind: str = "text/plain; charset=utf-8"
     headers: Mapping[str, str] = {}
+
+    @classmethod
+    def json(cls, facts: object) -> Response:
+        return cls(200, msgspec.json.encode(facts), "application/json", FRESH)
 
 
 class Span(NamedTuple):
