@@ -44,7 +44,6 @@ _FINISH_SECONDS = 5.0  # for the last message of a publish
 class _Offer(msgspec.Struct, array_like=True):
     """A rank at the beginning of a publish."""
 
-    step: int
     url: str
     left: float
     report: bytes
@@ -194,7 +193,8 @@ class Publisher:
     # Agree, reserve and copy, while the caller waits.
 
     def _agree(self, call: Call, step: int, deadline: Deadline) -> _Begin:
-        """All ranks publish the same step, and know each other's servers."""
+        """All ranks know each other's servers. A rank that names another step has failed before:
+        calls are matched by their steps."""
 
         def mine() -> bytes:
             try:
@@ -202,13 +202,10 @@ class Publisher:
             except EndpointError:  # the server was lost just now
                 self._have_server(deadline)
                 report = self._policy.report(deadline)
-            return _encode(_Offer(step, self._url(), deadline.left(), report))
+            return _encode(_Offer(self._url(), deadline.left(), report))
 
         def decide(said: list[bytes]) -> list[bytes]:
             offers = [decoded(_offer, data, rank) for rank, data in enumerate(said)]
-            steps = sorted({offer.step for offer in offers})
-            if len(steps) > 1:
-                raise UsageError(f"ranks name different steps: {steps}. Name the same on all")
             deadline.hasten(min(offer.left for offer in offers))
             urls = [offer.url for offer in offers]
             decision, why = self._policy.choose([offer.report for offer in offers], urls, step)
