@@ -149,4 +149,4 @@ def test_a_report_goes_to_another_process() -> None:
     """Programs send reports to their main process."""
     report = tr.Report(3, 12, {"join": 0.25})
     assert pickle.loads(pickle.dumps(report)) == report
-    assert str(report) == "step 3: 12 bytes in 0.25 s, 0.00 GB/s\n  join 0.25 s"
+    assert str(report) == "step 3: 12 bytes in 0.25 s\n  join 0.25 s"

@@ -119,7 +119,8 @@ class Report:
         step = "" if self.step is None else f"step {self.step}: "
         route = f" by route {self.route}" if self.route else ""
         over = f" over {self.traffic.connections} connections" if self.traffic.connections else ""
-        rate = f", {self.bytes / spent / 1e9:.2f} GB/s" if spent else ""
+        speed = self.bytes / spent / 1e9 if spent else 0.0
+        rate = f", {speed:.2f} GB/s" if speed >= 0.01 else ""
         lines = [f"{step}{self.bytes} bytes{route}{over} in {spent:.3g} s{rate}"]
         lines += map(str, self.attempts)
         for name, peer in self.peers.items():

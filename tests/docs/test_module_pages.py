@@ -14,7 +14,7 @@ from torch.distributed.checkpoint import _checkpointer, _pg_transport
 import torchrelay as tr
 from tools.docs import names
 from tools.docs.__main__ import stale
-from tools.docs.headings import DOCS, GENERATED, hand_written, module_pages, read
+from tools.docs.headings import DOCS, GENERATED, module_pages, read
 from tools.docs.sources import ROOT, pages
 from torchrelay import dropin, errors
 from torchrelay.dropin import stock_dcp
@@ -31,7 +31,6 @@ SECTIONS = [
     "Testing and usage",
     "Keywords",
 ]
-MOST_WORDS = 6000  # written by hand, of all module pages together
 INDEX = (DOCS / "index-a-z.md").read_text(encoding="utf-8")
 
 
@@ -110,11 +109,6 @@ def test_links_of_generated_pages_resolve(path: Path) -> None:
             if there not in anchors:
                 anchors[there] = {heading.anchor for heading in read(there).headings}
             assert anchor in anchors[there], target
-
-
-def test_hand_written_words_are_few() -> None:
-    words = sum(len(hand_written(path.read_text(encoding="utf-8")).split()) for path in PAGES)
-    assert words <= MOST_WORDS, words
 
 
 def entries() -> set[str]:
