@@ -40,12 +40,12 @@ class PageSite:
         self.url = f"http://{address.shown}:{listener.getsockname()[1]}"
         self.close = Acceptor(listener, server.serve).close
 
-    def _answer(self, request: Request, line: HttpConnection) -> Response:
+    def _answer(self, request: Request, connection: HttpConnection) -> Response:
         is_page = request.path == PAGE and self._token is not None
-        why = "" if is_page else refusal(request.headers, self._token, line.is_own)
+        why = "" if is_page else refusal(request.headers, self._token, connection.is_own)
         if why:
             raise Refusal(401, why)
-        line.admitted = True
+        connection.admitted = True
         if request.method not in ("GET", "HEAD"):
             raise Refusal(405, "this page takes GET")
         if request.path == "/status.json":

@@ -82,18 +82,15 @@ class App:
         self._page_answers: PageAnswers | None = None  # once the page was asked for
         # By path, with the method. Short answers are made with the lock held.
         self._short: dict[str, tuple[str, Handler]] = {
-            "/healthz": ("GET", lambda request, line: Response(body=b"ok\n")),
+            "/healthz": ("GET", lambda *_: Response(body=b"ok\n")),
             "/steps.json": ("GET", self._steps),
             "/record": ("GET", self._record),
             "/places.json": ("GET", self._places),
-            "/local.json": (
-                "GET",
-                lambda request, line: Response.json(LocalFacts(machine(), service.socket)),
-            ),
+            "/local.json": ("GET", lambda *_: Response.json(LocalFacts(machine(), service.socket))),
             "/seeds": ("POST", self._seeds),
             "/readers/": ("POST", self._reader_ends),
-            "/status.json": ("GET", lambda request, line: Response.json(status(service))),
-            "/metrics": ("GET", lambda request, line: Response(body=metrics(service).encode())),
+            "/status.json": ("GET", lambda *_: Response.json(status(service))),
+            "/metrics": ("GET", lambda *_: Response(body=metrics(service).encode())),
         }
         self._long: dict[str, tuple[str, Handler]] = {
             "/volumes/": ("GET", self._volume),
@@ -102,16 +99,16 @@ class App:
             **dict.fromkeys((PAGE, *PATHS), ("GET", self._page)),
         }
 
-    def body_limit(self, request: Request, line: HttpConnection) -> int:
+    def body_limit(self, request: Request, connection: HttpConnection) -> int:
         """The most bytes of a body. Long ones are taken from clients that may ask alone."""
         if request.path != PARTS or request.length <= BODY_BYTES:
             return BODY_BYTES
-        self._admit(request, line)
+        self._admit(request, connection)
         return PARTS_BODY
 
-    def answer(self, request: Request, line: HttpConnection) -> Response | None:
+    def answer(self, request: Request, connection: HttpConnection) -> Response | None:
         """The answer to a request; None where it was sent already."""
-        self._admit(request, line)
+        self._admit(request, connection)
         path = request.path
         for prefix in ("/readers/", "/volumes/"):
             path = prefix if path.startswith(prefix) else path
@@ -122,22 +119,22 @@ class App:
         if request.method != allowed and (request.method, allowed) != ("HEAD", "GET"):
             raise Refusal(405, f"this path takes {allowed}")
         with self.service.lock if is_short else nullcontext():
-            return act(request, line)
+            return act(request, connection)
 
-    def _admit(self, request: Request, line: HttpConnection) -> None:
+    def _admit(self, request: Request, connection: HttpConnection) -> None:
         # The page holds nothing of the state; a browser cannot send a token to get it.
         token = self.service.access.token
         open_to_all = ("/healthz",) if token is None else ("/healthz", PAGE)
         if request.path in open_to_all:
             return
-        if why := admission.refusal(request.headers, token, line.is_own):
+        if why := admission.refusal(request.headers, token, connection.is_own):
             self.service.transfers.refused["token"] += 1
             raise Refusal(401, why)
-        line.admitted = True
+        connection.admitted = True
 
     # Steps.
 
-    def _steps(self, request: Request, line: HttpConnection) -> Response:
+    def _steps(self, request: Request, connection: HttpConnection) -> Response:
         above = request.number("newer_than")
         service, snapshots = self.service, self.service.snapshots
         if above is not None:
@@ -169,14 +166,14 @@ class App:
             raise Refusal(410, "that step is gone, or was never here: ask for the newest")
         return found
 
-    def _record(self, request: Request, line: HttpConnection) -> Response:
+    def _record(self, request: Request, connection: HttpConnection) -> Response:
         snapshot = self._asked_for(request)
         if "torchrelay-reader" in request.headers:  # it comes back for the volumes: keep them
-            self._transfer(request, line, snapshot, "http", snapshot.nbytes)
+            self._transfer(request, connection, snapshot, "http", snapshot.nbytes)
         headers = {"ETag": f'"{snapshot.etag}"', "Torchrelay-Snapshot": snapshot.id}
         return Response(body=snapshot.record, kind="application/json", headers=headers)
 
-    def _places(self, request: Request, line: HttpConnection) -> Response:
+    def _places(self, request: Request, connection: HttpConnection) -> Response:
         snapshot = self._by_id(request.field("snapshot"))
         volumes = {
             # An empty text stands for the URL that was asked, by whichever name that was.
@@ -185,17 +182,14 @@ class App:
         }
         return Response.json({"step": snapshot.step, "snapshot": snapshot.id, "volumes": volumes})
 
-    def _local_facts(self, request: Request, line: HttpConnection) -> Response:
-        return Response.json(LocalFacts(machine(), self.service.socket))
-
-    def _seeds(self, request: Request, line: HttpConnection) -> Response:
+    def _seeds(self, request: Request, connection: HttpConnection) -> Response:
         """A puller says where it serves what it has, and learns of the others."""
         said = _body(request, SeedAnnouncement, '{"url": "http://HOST:PORT", "snapshot": "ID"}')
         try:
             place = ServerUrl.parse(said.url)
         except UsageError as fault:
             raise Refusal(400, fault.message) from None
-        if place.host != line.remote:
+        if place.host != connection.remote:
             raise Refusal(400, "a seed is named by the address that it asks from")
         if self.service.access.tls and place.scheme != "https":
             raise Refusal(400, "a seed of an https endpoint serves by https")
@@ -204,7 +198,7 @@ class App:
             SeedAnswer(self.service.announce(place.url, snapshot.id), snapshot.complete)
         )
 
-    def _reader_ends(self, request: Request, line: HttpConnection) -> Response:
+    def _reader_ends(self, request: Request, connection: HttpConnection) -> Response:
         said = _body(request, Ending, '{"outcome": "done"} or "failed", with "reason"')
         for transfer in self.service.transfers.by_reader(request.path.removeprefix("/readers/")):
             if transfer.kind == "mapped":
@@ -215,7 +209,7 @@ class App:
 
     # Bytes.
 
-    def _volume(self, request: Request, line: HttpConnection) -> None:
+    def _volume(self, request: Request, connection: HttpConnection) -> None:
         parts = request.path.split("/")
         if len(parts) != 4:
             raise Refusal(404, "volumes are asked for as /volumes/SNAPSHOT/NAME")
@@ -234,9 +228,9 @@ class App:
 
         headers = extent.headers(snapshot.etag)
         answer = _Bytes(snapshot, "http", snapshot.nbytes, extent, headers, pieces)
-        self._send(request, line, answer)
+        self._send(request, connection, answer)
 
-    def _parts(self, request: Request, line: HttpConnection) -> None:
+    def _parts(self, request: Request, connection: HttpConnection) -> None:
         # Imported for this alone: numpy takes as much memory as the server itself.
         from torchrelay.endpoint.server.updates.parts import wanted_parts
         from torchrelay.parts.runs import decode_request
@@ -251,9 +245,11 @@ class App:
 
         headers = {"Content-Type": "application/octet-stream", **FRESH}
         sent = partial(part_stream, wanted)
-        self._send(request, line, _Bytes(snapshot, "http", snapshot.nbytes, None, headers, sent))
+        self._send(
+            request, connection, _Bytes(snapshot, "http", snapshot.nbytes, None, headers, sent)
+        )
 
-    def _file(self, request: Request, line: HttpConnection) -> Response | None:
+    def _file(self, request: Request, connection: HttpConnection) -> Response | None:
         patterns = request.query.get("include", [])
         if len(patterns) > MAX_PATTERNS or any(len(one) > MAX_PATTERN for one in patterns):
             raise Refusal(400, f"give at most {MAX_PATTERNS} patterns of {MAX_PATTERN} characters")
@@ -279,7 +275,7 @@ class App:
                 yield from file.pieces(reader, extent.start, extent.stop)
 
         answer = _Bytes(snapshot, "file", file.nbytes, extent, extent.headers(etag), pieces)
-        self._send(request, line, answer)
+        self._send(request, connection, answer)
         return None
 
     def _extent(self, request: Request, nbytes: int, etag: str) -> ByteRange:
@@ -292,7 +288,7 @@ class App:
     def _transfer(
         self,
         request: Request,
-        line: HttpConnection,
+        connection: HttpConnection,
         snapshot: ServedSnapshot,
         kind: str,
         total: int,
@@ -302,26 +298,26 @@ class App:
             raise Refusal(400, "Torchrelay-Reader is 16 to 64 letters and digits")
         name = reader or f"{ONE_REQUEST}{secrets.token_hex(8)}"
         agent = request.headers.get("user-agent", "")
-        found = self.service.transfers.enter(name, line.remote, agent, snapshot, kind, total)
+        found = self.service.transfers.enter(name, connection.remote, agent, snapshot, kind, total)
         if found is None:
             self.service.transfers.refused["limit"] += 1
             raise Refusal(429, "too many readers at once: ask again later")
         return found
 
-    def _send(self, request: Request, line: HttpConnection, answer: _Bytes) -> None:
+    def _send(self, request: Request, connection: HttpConnection, answer: _Bytes) -> None:
         """Send an answer with bytes, and note how that ended. While it is sent, the memory of the
         snapshot is not taken back."""
         snapshot, kind, total, extent, headers, pieces = answer
         status = 206 if extent is not None and extent.partial else 200
         length = None if extent is None else extent.stop - extent.start
         if request.method == "HEAD":
-            line.send_head(status, length, headers)
+            connection.send_head(status, length, headers)
             return
         service, transfers = self.service, self.service.transfers
         with service.lock:
             self._by_id(snapshot.id)  # it may be gone by now
-            transfer = self._transfer(request, line, snapshot, kind, total)
-            transfer.lines.add(line)
+            transfer = self._transfer(request, connection, snapshot, kind, total)
+            transfer.connections.add(connection)
             given = pieces()
 
         def moved(nbytes: int) -> None:
@@ -330,24 +326,24 @@ class App:
 
         reason = ""
         try:
-            line.send_head(status, length, headers)
-            line.stream(given, moved)
+            connection.send_head(status, length, headers)
+            connection.stream(given, moved)
         except SlowReader:
             reason = f"the reader took no bytes for {service.stall:g} s and was dropped"
             raise
         except (OSError, EndpointError) as fault:
             reason = fault.message if isinstance(fault, EndpointError) else "the reader went away"
-            line.cut()
+            connection.cut()
             raise ConnectionResetError(reason) from fault
         finally:
             with service.lock:
-                transfer.lines.discard(line)
+                transfer.connections.discard(connection)
                 transfer.fault = reason = transfer.cut or reason
                 if transfer.reader.startswith(ONE_REQUEST):
                     transfers.end(transfer, "failed" if reason else "done", reason)
                 service.notify()
 
-    def _page(self, request: Request, line: HttpConnection) -> Response:
+    def _page(self, request: Request, connection: HttpConnection) -> Response:
         # Imported for the page alone: with numpy it takes as much memory as the server itself.
         from torchrelay.endpoint.page.answers import PageAnswers
         from torchrelay.endpoint.page.served import ServedWatch

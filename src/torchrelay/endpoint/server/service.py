@@ -117,7 +117,7 @@ class Service:
                 one
                 for one in self.transfers.of(snapshot)
                 if one.kind != "mapped"
-                and now - one.seen < (self.stall if one.lines else IDLE_SECONDS)
+                and now - one.seen < (self.stall if one.connections else IDLE_SECONDS)
             ]
 
     def hide(self, snapshot: ServedSnapshot, number: int) -> None:
@@ -132,7 +132,7 @@ class Service:
             cut = [one for one in self.transfers.of(snapshot) if one.kind != "mapped"]
             for one in cut:
                 one.cut = f"step {snapshot.step} was replaced before the reader had taken it"
-                for line in one.lines:
-                    line.cut()
+                for connection in one.connections:
+                    connection.cut()
                 self.transfers.end(one, "failed", one.cut)
-            self.until(lambda: not any(one.lines for one in cut), _CUT_SECONDS)
+            self.until(lambda: not any(one.connections for one in cut), _CUT_SECONDS)

@@ -32,7 +32,7 @@ class Transfer:
     begun: float = field(default_factory=time.time)
     bytes: int = 0
     seen: float = field(default_factory=time.monotonic)  # when it last asked, or bytes went out
-    lines: set[HttpConnection] = field(default_factory=set)  # that answers are on their way by
+    connections: set[HttpConnection] = field(default_factory=set)  # that answers are sent by
     leases: int = 0  # of memory that it has mapped
     cut: str = ""  # why its answers were ended
     fault: str = ""  # why the last of them failed
@@ -110,7 +110,7 @@ class Transfers:
         """End transfers of readers that went away without a message."""
         now = time.monotonic()
         for one in list(self.active.values()):
-            if not one.lines and not one.leases and now - one.seen > IDLE_SECONDS:
+            if not one.connections and not one.leases and now - one.seen > IDLE_SECONDS:
                 self.end(one, "failed", one.fault or "the reader went away without a message")
 
     def note_publish(self, ended: FinishPublish) -> None:

@@ -202,7 +202,7 @@ class HttpServer:
         connections: int,
         stall: float,
         context: ssl.SSLContext | None,
-        body_limit: BodyLimit = lambda request, line: BODY_BYTES,
+        body_limit: BodyLimit = lambda request, connection: BODY_BYTES,
     ) -> None:
         self._body_limit = body_limit
         self._answer, self._most, self._stall, self._context = answer, connections, stall, context
@@ -217,57 +217,63 @@ class HttpServer:
 
     def serve(self, sock: socket.socket) -> None:
         """Answer the requests of one connection, until it is over."""
-        line = HttpConnection(sock, self._stall)
+        connection = HttpConnection(sock, self._stall)
         with self._lock:
             if len(self._open) >= self._most and not self._make_room():
                 self.turned_away += 1
                 return
-            self._open.add(line)
+            self._open.add(connection)
         try:
-            line.start(self._context)
+            connection.start(self._context)
             idle = self._stall
-            while self._serve_one(line, idle):
+            while self._serve_one(connection, idle):
                 idle = IDLE_SECONDS
-                line.busy, line.since = False, time.monotonic()
+                connection.busy, connection.since = False, time.monotonic()
         except TimeoutError:
             self.slow += 1
-            line.cut()
+            connection.cut()
         except (OSError, EOFError):
             raise
         except Exception as fault:  # its text may be the client's
             logger.error("a request failed by %s", type(fault).__name__)
-            line.cut()
+            connection.cut()
         finally:
             with self._lock:
-                self._open.discard(line)
-            line.close()
+                self._open.discard(connection)
+            connection.close()
 
-    def _serve_one(self, line: HttpConnection, idle: float) -> bool:
+    def _serve_one(self, connection: HttpConnection, idle: float) -> bool:
         """Whether the connection continues after the next request."""
         request: Request | None = None
         try:
-            request = line.request(idle, self._body_limit)
+            request = connection.request(idle, self._body_limit)
             if request is None:
                 return False
-            line.busy, line.since = True, time.monotonic()
-            answer, keeps = self._answer(request, line), request.keeps and not line.ended
+            connection.busy, connection.since = True, time.monotonic()
+            answer, keeps = (
+                self._answer(request, connection),
+                request.keeps and not connection.ended,
+            )
         except Refusal as refused:
             more = {"WWW-Authenticate": "Bearer"} if refused.status == 401 else {}
             answer = Response(refused.status, f"{refused}\n".encode(), headers=more)
             # The connection of a client that was never admitted is closed.
-            keeps = request is not None and request.keeps and line.admitted
+            keeps = request is not None and request.keeps and connection.admitted
         if answer is not None:
             headers = {"Content-Type": answer.kind, **answer.headers}
             if not keeps:
                 headers["Connection"] = "close"
-            line.send_head(answer.status, len(answer.body), headers)
+            connection.send_head(answer.status, len(answer.body), headers)
             if request is None or request.method != "HEAD":
-                line.send(answer.body)
+                connection.send(answer.body)
         return keeps
 
     def _make_room(self) -> bool:
         """Cut the connection that has the least claim to its place."""
-        oldest = min(self._open, key=lambda line: (line.admitted, line.busy, line.since))
+        oldest = min(
+            self._open,
+            key=lambda connection: (connection.admitted, connection.busy, connection.since),
+        )
         claim = oldest.admitted and oldest.busy
         if claim and time.monotonic() - oldest.since < STUCK_SECONDS:
             return False
@@ -278,5 +284,5 @@ class HttpServer:
     def close(self) -> None:
         """Cut all connections."""
         with self._lock:
-            for line in self._open:
-                line.cut()
+            for connection in self._open:
+                connection.cut()
