@@ -84,7 +84,7 @@ class KnownPlan:
         bare = tuple(msgspec.structs.replace(file, digests=b"") for file in record.volumes)
         layout = content_digest(msgspec.structs.replace(record, step=0, volumes=bare))
         made = RecordedStep(record, len(tensors_of(record)), layout)
-        one_rank = len(shares) == 1
-        outline = encode(planned.outlined) if one_rank else b""
-        self._record = (planned.share.layouts, outline, made) if one_rank else None
+        self._record = None
+        if len(shares) == 1:
+            self._record = planned.share.layouts, encode(planned.outlined), made
         return made
