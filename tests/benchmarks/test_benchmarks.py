@@ -308,6 +308,11 @@ def test_keeper_benchmark_runs_small(tmp_path: Path) -> None:
     assert found["growth"]["exact"] and len(found["growth"]["held"]) >= 3
 
 
+def test_retention_benchmark_runs_small(tmp_path: Path) -> None:
+    found = measured(tmp_path / "retention.json", "benchmarks.checkpoint.retention")
+    assert [row["retained"] for row in found["rows"]] == [2, 6] and found["ratio"] > 0
+
+
 def test_scale_benchmark_runs_small(tmp_path: Path) -> None:
     out = tmp_path / "scale.json"
     words = ["--ranks", "4,8", "--tensors", "40", "--looks", "2", "--out", str(out)]

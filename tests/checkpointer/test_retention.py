@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import os
-import statistics
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -90,30 +88,3 @@ def test_the_newest_steps_are_looked_at_each_time(tmp_path: Path) -> None:
         os.truncate(tmp_path / "step-2" / "model.safetensors", 9)
         ckpt.save(3, state(3))
         assert ckpt.steps() == [1, 2, 3]
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(900)
-def test_a_save_with_500_retained_steps_takes_about_as_long_as_one_with_5(tmp_path: Path) -> None:
-    small = {"model": {"w": torch.randn(256, 256)}, "step": 1}
-    ckpts = {
-        count: tr.Checkpointer(tmp_path / str(count), group=False, keep=count) for count in (5, 500)
-    }
-    steps = dict.fromkeys(ckpts, 0)
-    spent: dict[int, list[float]] = {count: [] for count in ckpts}
-
-    def save(count: int) -> float:
-        begun = time.perf_counter()
-        ckpts[count].save(steps[count], small)
-        steps[count] += 1
-        return time.perf_counter() - begun
-
-    for count in ckpts:
-        for _ in range(count + 1):
-            save(count)
-    for _ in range(40):  # in turn, so that both see the same machine
-        for count in ckpts:
-            spent[count].append(save(count))
-    few, many = (statistics.median(spent[count]) for count in (5, 500))
-    print(f"5 steps: {few * 1e3:.2f} ms, 500 steps: {many * 1e3:.2f} ms, {many / few:.2f}x")
-    assert many < 1.2 * few

@@ -95,6 +95,7 @@ def test_a_save_interrupted_at_any_line_leaves_the_next_ones_right(
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)  # a save for each line
 @pytest.mark.parametrize("first", [False, True], ids=["later", "first"])
 @pytest.mark.parametrize("kind", ["save", "save_async"])
 def test_a_save_interrupted_at_every_line_leaves_the_next_ones_right(

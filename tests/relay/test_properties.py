@@ -9,6 +9,7 @@ from __future__ import annotations
 import warnings
 from typing import Any
 
+import numpy as np
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -86,3 +87,20 @@ def test_fresh(pool2: Any, way: str) -> None:
 def test_in_place(pool2: Any, way: str) -> None:
     first, second = pool2.run(by, way, in_place, EXAMPLES[way], timeout=110)
     assert first == second >= EXAMPLES[way]
+
+
+def one_memory_twice(rank: int, group: Any) -> None:
+    """Arrays are not tied as tensors are: the same memory is in the state twice."""
+    array = np.arange(5, dtype=np.float32)
+    state = {"a": array, "b": array[:], "c": np.zeros(3)}
+    with tr.Relay(group, timeout=20) as relay:
+        for _ in range(2):
+            if rank == 0:
+                relay.send(state, 1)
+            else:
+                assert_same(state, relay.recv(0).state)
+
+
+@every_route
+def test_two_arrays_of_the_same_memory(pool2: Any, way: str) -> None:
+    pool2.run(by, way, one_memory_twice, timeout=110)

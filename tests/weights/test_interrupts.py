@@ -27,6 +27,7 @@ def weights(version: int) -> dict[str, Any]:
     }
 
 
+@pytest.mark.timeout(600)  # an update for each line
 @pytest.mark.parametrize("same_host", [False, True])
 def test_an_update_that_is_interrupted(same_host: bool) -> None:
     with tr.serve(weights(1), step=1, timeout=TIMEOUT) as endpoint:

@@ -4,6 +4,7 @@ are left have one version, and the next update is right."""
 from __future__ import annotations
 
 import os
+import select
 import signal
 import threading
 from collections.abc import Callable, Iterator
@@ -199,6 +200,7 @@ def test_a_server_that_is_killed_leaves_one_version(
         endpoint.publish(weights(2), step=2).result(TIMEOUT)
         pid = endpoint._server.pid
         assert pid is not None
+        server = os.pidfd_open(pid)
         where = once_at(wire, *PHASES[phase], lambda: os.kill(pid, signal.SIGKILL))
         if phase == "end":
             assert subscription.update(timeout=2).step == version_of(into) == 2
@@ -207,6 +209,9 @@ def test_a_server_that_is_killed_leaves_one_version(
                 subscription.update(timeout=2)
             assert version_of(into) == 1
         assert where
+        ended, _, _ = select.select([server], [], [], TIMEOUT)  # a kill takes a moment
+        os.close(server)
+        assert ended
         endpoint.publish(weights(3), step=3).result(TIMEOUT)  # by a new server
         wire.lead(endpoint.url)
         assert subscription.update(at_least=3).step == version_of(into) == 3

@@ -138,9 +138,11 @@ def agent_here() -> Agent | Unavailable:
 
 
 def _rows(memory: Runs) -> np.ndarray[Any, Any]:
-    """Memory as NIXL takes it: address, bytes and device of each run."""
+    """Memory as NIXL takes it: address, bytes and device. A run that several arrays show is there
+    once, because NIXL 1.5 crashes when it forgets the same memory twice."""
     sizes = memory.stops - memory.starts
-    return np.stack([memory.addresses, sizes, np.zeros_like(sizes)], axis=1).astype(np.uint64)
+    rows = np.stack([memory.addresses, sizes, np.zeros_like(sizes)], axis=1).astype(np.uint64)
+    return np.unique(rows, axis=0)
 
 
 class NixlTable(msgspec.Struct, array_like=True, frozen=True):
