@@ -104,8 +104,7 @@ def timed(act: Any, seconds: list[float]) -> Any:
 def save_once(job: Job) -> tuple[dict[str, float], bytes]:
     """One save of all ranks; what it cost, and the commit record."""
     plans = [
-        SavePlan(SharePlanner(rank, job.world, None), job.state(rank), None)
-        for rank in range(job.world)
+        SavePlan(SharePlanner(rank, job.world, None), job.state(rank)) for rank in range(job.world)
     ]
     mine: list[float] = []
     decided: list[float] = []

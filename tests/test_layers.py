@@ -17,13 +17,12 @@ PROTOCOL, PROTOCOL_LINES = "transports/protocol/", 399  # read whole before it i
 LAYERS: list[set[str]] = [
     {"errors", "version"},
     {
+        "arguments",
         "deadlines",
         "frames",
-        "items",
         "machine",
         "metrics",
         "owner",
-        "patterns",
         "progress",
         "steps",
         "results",

@@ -12,8 +12,6 @@ from torchrelay.errors import UsageError
 
 TICK = 0.1  # seconds after which a wait that is not woken checks again
 LOOK_UP = 0.5  # seconds: a signal that comes just before a wait begins does not end that wait
-
-
 TELLING = 0.25  # seconds that it may take to tell the other ranks
 Timeout = float | timedelta  # seconds, or what torch's own calls take
 

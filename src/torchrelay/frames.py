@@ -15,20 +15,16 @@ def emptied_frames() -> Iterator[None]:
     try:
         yield
     except BaseException as fault:
-        _empty(fault)
+        seen: set[int] = set()
+        faults: list[BaseException | None] = [fault]
+        while faults:
+            one = faults.pop()
+            if one is None or id(one) in seen:
+                continue
+            seen.add(id(one))
+            faults += [one.__cause__, one.__context__]
+            for frame, _ in traceback.walk_tb(one.__traceback__):
+                if frame.f_globals.get("__name__", "").startswith("torchrelay."):
+                    with suppress(RuntimeError):  # a frame that still runs
+                        frame.clear()
         raise
-
-
-def _empty(fault: BaseException) -> None:
-    seen: set[int] = set()
-    faults: list[BaseException | None] = [fault]
-    while faults:
-        one = faults.pop()
-        if one is None or id(one) in seen:
-            continue
-        seen.add(id(one))
-        faults += [one.__cause__, one.__context__]
-        for frame, _ in traceback.walk_tb(one.__traceback__):
-            if frame.f_globals.get("__name__", "").startswith("torchrelay."):
-                with suppress(RuntimeError):  # a frame that still runs
-                    frame.clear()

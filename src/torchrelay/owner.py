@@ -46,15 +46,15 @@ class Owned(Protocol):
     @property
     def url(self) -> str: ...
     def close(self) -> None: ...
-    def _forsake(self) -> None: ...
+    def _detach_after_fork(self) -> None: ...
 
 
 _open: weakref.WeakSet[Owned] = weakref.WeakSet()
 _registered = 0  # the process that closes what is open at its end
 
 
-def enrol(owned: Owned) -> None:
-    """Have an object closed at the end of this process, and forsaken in its forks."""
+def close_at_exit(owned: Owned) -> None:
+    """Have an object closed at the end of this process, and detached from in its forks."""
     global _registered
     if _registered != os.getpid():
         # Unlike `atexit`, this is run in children of multiprocessing too, which leave by `_exit`.
@@ -74,20 +74,16 @@ def _close_all() -> None:
             owned.close()
         except Exception as fault:
             logger.exception("closing the checkpointer of %s", owned.url)
-            if isinstance(fault, _raised_by_signals()):
-                return _forsake_all()
+            # torchrun's workers raise this one in their handler of SIGTERM.
+            elastic = sys.modules.get("torch.distributed.elastic.multiprocessing.api")
+            if elastic is not None and isinstance(fault, elastic.SignalException):
+                return _detach_all()
 
 
-def _raised_by_signals() -> tuple[type[Exception], ...]:
-    """The exceptions that torchrun's workers raise in their handler of SIGTERM."""
-    elastic = sys.modules.get("torch.distributed.elastic.multiprocessing.api")
-    return () if elastic is None else (elastic.SignalException,)
-
-
-def _forsake_all() -> None:
+def _detach_all() -> None:
     for owned in list(_open):
-        owned._forsake()
+        owned._detach_after_fork()
     _open.clear()
 
 
-os.register_at_fork(after_in_child=_forsake_all)
+os.register_at_fork(after_in_child=_detach_all)

@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
+from torchrelay.arguments import items_of
 from torchrelay.coordination.groups import check_group
 from torchrelay.deadlines import Deadline, Timeout, seconds_of
 from torchrelay.errors import RelayError, UsageError
 from torchrelay.frames import emptied_frames
-from torchrelay.items import items_of
 from torchrelay.landing.checks.shards import Shards, check_choice
 from torchrelay.landing.options import LandingOptions, checked_device
 from torchrelay.memory.gpu.kernels import warm_up
@@ -296,7 +296,9 @@ class Relay:
     def _peers(self, given: int | Iterable[int]) -> list[int]:
         ranks = items_of("a peer", given, int, "a rank")
         for rank in ranks:
-            self._check_rank(rank)
+            self._check_in_group(rank)
+            if rank == self.rank:
+                raise UsageError(f"rank {rank} is this rank itself: name another")
         for rank in ranks:
             if ranks.count(rank) > 1:
                 raise UsageError(f"rank {rank} is listed twice in {ranks}: name each rank once")
@@ -312,11 +314,6 @@ class Relay:
         size = self._group.size()
         if type(rank) is not int or not 0 <= rank < size:
             raise UsageError(f"rank {rank!r} is not in a group of {size}: name 0 to {size - 1}")
-
-    def _check_rank(self, rank: int) -> None:
-        self._check_in_group(rank)
-        if rank == self.rank:
-            raise UsageError(f"rank {rank} is this rank itself: name another")
 
 
 def _usable(device: torch.device | str | None) -> torch.device | None:

@@ -40,7 +40,7 @@ from tests.support.rounds import rounds
 from tests.support.saved import equal, state, which
 from torchrelay.plan.stored import StoredTensors, images_in
 from torchrelay.record.encoding import decode_at_rest
-from torchrelay.stores.torch_plans import objects as blobs
+from torchrelay.stores.torch_plans import items as blobs
 
 SEED = 20261115
 

@@ -16,9 +16,9 @@ import torchrelay as tr
 from tests.support.cuts import stores_with
 from tests.support.ranks import RankPool
 from tests.support.saved import equal, state, which
+from torchrelay.checkpointer import catalog
 from torchrelay.stores.local.files import Files
 from torchrelay.stores.seam import MANIFEST
-from torchrelay.stores.shares import space
 from torchrelay.stores.writer import client
 
 
@@ -58,7 +58,7 @@ def test_a_full_disk_stops_nothing_if_it_is_to_warn(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It is found before anything is staged."""
-    monkeypatch.setattr(space, "HEADROOM", 1 << 60)
+    monkeypatch.setattr(catalog, "HEADROOM", 1 << 60)
     with tr.Checkpointer(tmp_path, group=False, timeout=30) as checkpointer:
         pending = checkpointer.save_async(1, state(1), on_error="warn")
         assert isinstance(fault := pending.exception(20), tr.errors.CheckpointError)

@@ -84,8 +84,8 @@ def test_a_save_interrupted_at_any_line_leaves_the_next_ones_right(
     assert len(lines) > 150
     keeping = (
         "stores/shares/planner.py",
-        "checkpointer/saves/saver.py",
-        "checkpointer/saves/share_writer.py",
+        "checkpointer/saver.py",
+        "checkpointer/share_writer.py",
         "stores/writer/client.py",
     )
     some = random.Random(SEED)

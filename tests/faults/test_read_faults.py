@@ -22,7 +22,7 @@ import torchrelay as tr
 from tests.support.ranks import RankPool, run_ranks
 from tests.support.s3 import S3
 from tests.support.saved import equal, state
-from torchrelay.checkpointer.loading import Loading
+from torchrelay.checkpointer.rank_load import RankLoad
 from torchrelay.cli.commands.steps import listed
 from torchrelay.cli.output import in_words, one_line_errors
 from torchrelay.cli.sources import opened_source
@@ -72,7 +72,7 @@ def test_a_step_that_was_overwritten_after_the_check_was_mixed_with_its_successo
 ) -> None:
     saved(root, 1)
     other = tr.Checkpointer(root, timeout=60)
-    once_before(monkeypatch, Loading, "end", lambda: other.save(1, state(2), overwrite=True))
+    once_before(monkeypatch, RankLoad, "end", lambda: other.save(1, state(2), overwrite=True))
     with other, tr.Checkpointer(root, timeout=60, read_only=True) as held:
         into = state(0)
         held.load(into)
@@ -86,7 +86,7 @@ def test_a_step_that_was_overwritten_after_its_record_was_read_is_read_again(
 ) -> None:
     saved(root, 0, 1)
     other = tr.Checkpointer(root, timeout=60)
-    once_before(monkeypatch, Loading, "__init__", lambda: other.save(1, state(2), overwrite=True))
+    once_before(monkeypatch, RankLoad, "__init__", lambda: other.save(1, state(2), overwrite=True))
     with other, tr.Checkpointer(root, timeout=60, read_only=True) as held:
         into = state(9)
         got = held.load(into, step=1)
@@ -106,7 +106,7 @@ def test_bytes_that_change_in_place_after_the_check_do_not_pass_as_verified(
         with file.open("r+b") as out:
             out.write(rotten)
 
-    once_before(monkeypatch, Loading, "end", scribble)
+    once_before(monkeypatch, RankLoad, "end", scribble)
     with tr.Checkpointer(tmp_path, read_only=True) as held:
         with pytest.raises(tr.RelayError):
             held.load(state(0), step=1)
@@ -162,7 +162,7 @@ def test_a_step_that_is_pruned_while_it_is_loaded_has_a_successor(
     saved(root, 1)
     trainer = tr.Checkpointer(root, keep=tr.KeepLast(1), timeout=60)
     reader = tr.Checkpointer(root, read_only=True, timeout=60)
-    owner: Any = type(reader._store) if moment == "opened" else Loading
+    owner: Any = type(reader._store) if moment == "opened" else RankLoad
     name = "open" if moment == "opened" else "check"
     once_before(monkeypatch, owner, name, lambda: trainer.save(2, state(2)))
     into = state(0)

@@ -30,7 +30,7 @@ def save_and_stage(rank: int, group: Any, job: str, folder: str) -> Any:
     """Save step 2, and stage others before it is written; what is in memory and on disk then."""
     from torchrelay.stores.writer.client import WriterSave
 
-    write, staged = WriterSave.write, threading.Event()
+    write, staged = WriterSave.write_staged, threading.Event()
 
     def write_later(*words: Any) -> None:
         assert staged.wait(TIMEOUT)
@@ -43,7 +43,7 @@ def save_and_stage(rank: int, group: Any, job: str, folder: str) -> Any:
     keeper.stage(1, state).result(TIMEOUT)
     train(state, 1)
     kept = whole(state)
-    WriterSave.write = write_later  # type: ignore[method-assign]
+    WriterSave.write_staged = write_later  # type: ignore[method-assign]
     pending = checkpointer.save_async(2, state)
     arena = checkpointer._saver.writer._arena
     steps = [one["step"] for one in keeper.status()["steps"]]
@@ -52,7 +52,7 @@ def save_and_stage(rank: int, group: Any, job: str, folder: str) -> Any:
         keeper.stage(step, state).result(TIMEOUT)
     staged.set()
     pending.result(TIMEOUT)
-    WriterSave.write = write  # type: ignore[method-assign]
+    WriterSave.write_staged = write  # type: ignore[method-assign]
     for step in range(8, 11):
         keeper.stage(step, state).result(TIMEOUT)
     checkpointer.verify(2)
@@ -86,7 +86,7 @@ def die_while_writing(rank: int, group: Any, job: str, folder: str) -> None:
     train(state, 1)
     checkpointer.save(1, state)
     train(state, 1)
-    WriterSave.write = lambda *_: reached("writing", hold=True)  # type: ignore[assignment]
+    WriterSave.write_staged = lambda *_: reached("writing", hold=True)  # type: ignore[assignment]
     checkpointer.save_async(2, state)
     keeper._publisher.settle(TIMEOUT)
     tell(whole(state))

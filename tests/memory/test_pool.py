@@ -25,7 +25,7 @@ BIG = 64 * PAGE
 
 
 def test_what_goes_comes_back_and_is_used_again() -> None:
-    pool = Pool(1 << 30, threads=1)
+    pool = Pool(1 << 30)
     one, two = pool.take([3 * PAGE, 5 * PAGE - 7])
     assert (one.numel(), two.numel()) == (3 * PAGE, 5 * PAGE - 7)
     assert one.dtype == torch.uint8 and int(one.max()) == 0 == int(two.max())
@@ -42,7 +42,7 @@ def test_what_goes_comes_back_and_is_used_again() -> None:
 
 
 def test_no_tensor_keeps_anothers_memory() -> None:
-    pool = Pool(1 << 30, threads=1)
+    pool = Pool(1 << 30)
     taken = pool.take([BIG] * 8)
     assert len({tensor.untyped_storage().data_ptr() for tensor in taken}) == 8
     assert all(tensor.untyped_storage().nbytes() == BIG for tensor in taken)
@@ -62,7 +62,7 @@ def test_no_tensor_keeps_anothers_memory() -> None:
 
 
 def test_a_tensor_is_saved_without_the_others() -> None:
-    one, _ = Pool(1 << 30, threads=1).take([PAGE, 100 * PAGE])
+    one, _ = Pool(1 << 30).take([PAGE, 100 * PAGE])
     file = io.BytesIO()
     torch.save(one, file)
     assert PAGE <= file.tell() < 4 * PAGE
@@ -71,7 +71,7 @@ def test_a_tensor_is_saved_without_the_others() -> None:
 def test_no_more_than_the_limit_lies_idle(monkeypatch: pytest.MonkeyPatch) -> None:
     released: list[int] = []
     monkeypatch.setattr(module, "release", lambda address, nbytes: released.append(address))
-    pool = Pool(3 * BIG, threads=1)
+    pool = Pool(3 * BIG)
     taken = pool.take([BIG] * 5)
     addresses = [tensor.data_ptr() for tensor in taken]
     while taken:
@@ -83,13 +83,13 @@ def test_no_more_than_the_limit_lies_idle(monkeypatch: pytest.MonkeyPatch) -> No
     assert pool.idle_bytes == BIG and len(released) == 4
     del large
     assert pool.idle_bytes == 3 * BIG
-    nothing = Pool(0, threads=1)
+    nothing = Pool(0)
     del (t := nothing.take([BIG]))[:]
     assert nothing.idle_bytes == 0 and t == []
 
 
 def test_what_is_idle_for_long_is_given_back() -> None:
-    pool = Pool(1 << 30, threads=1, seconds=0.5)
+    pool = Pool(1 << 30, seconds=0.5)
     early, late = pool.take([BIG, BIG])
     del early
     assert pool.idle_bytes in (BIG, 0)  # 0 where this process was held up for so long
@@ -106,7 +106,7 @@ def test_what_is_idle_for_long_is_given_back() -> None:
 
 
 def test_tensors_outlive_the_pool_and_its_close() -> None:
-    pool = Pool(1 << 30, threads=1)
+    pool = Pool(1 << 30)
     one, two = pool.take([BIG, BIG])
     del two
     one.fill_(5)
@@ -122,7 +122,7 @@ def test_tensors_outlive_the_pool_and_its_close() -> None:
 
 
 def test_nothing_is_kept_after_close() -> None:
-    pool = Pool(1 << 30, threads=1)
+    pool = Pool(1 << 30)
     taken = pool.take([BIG])
     pool.close()
     taken.clear()
@@ -131,7 +131,7 @@ def test_nothing_is_kept_after_close() -> None:
 
 def test_a_tensor_may_go_while_the_pool_is_at_work() -> None:
     """A collection can run in `take` itself, in a thread that holds the lock."""
-    pool = Pool(1 << 30, threads=1)
+    pool = Pool(1 << 30)
     taken: list[Any] = pool.take([BIG])
     taken.append(taken)  # only a collection frees it
     with pool._lock:
@@ -141,7 +141,7 @@ def test_a_tensor_may_go_while_the_pool_is_at_work() -> None:
 
 
 def test_a_forked_child_has_a_copy() -> None:
-    [one] = Pool(1 << 30, threads=1).take([BIG])
+    [one] = Pool(1 << 30).take([BIG])
     one.fill_(5)
     child = os.fork()
     if child == 0:
@@ -152,7 +152,7 @@ def test_a_forked_child_has_a_copy() -> None:
 
 
 def test_sizes_that_are_nothing_or_too_much() -> None:
-    pool = Pool(1 << 30, threads=1)
+    pool = Pool(1 << 30)
     none, one = pool.take([0, 1])
     assert none.numel() == 0 and one.numel() == 1
     assert pool.take([]) == []
@@ -164,7 +164,7 @@ def test_sizes_that_are_nothing_or_too_much() -> None:
 
 
 def test_several_threads() -> None:
-    pool = Pool(40 * BIG, threads=2)
+    pool = Pool(40 * BIG)
     faults: list[str] = []
 
     def work(seed: int) -> None:
@@ -192,8 +192,8 @@ def test_several_threads() -> None:
 
 
 def test_small_pieces_and_other_devices_are_torchs() -> None:
-    pool = Pool(1 << 30, threads=1)
-    means = Pooled(pool, threads=1)
+    pool = Pool(1 << 30)
+    means = Pooled(pool)
     assert means.room([BIG], "meta") is None
     assert Pooled(None).room([BIG]) is None
     small, large = means.stage(LARGE_BYTES - 1), means.stage(LARGE_BYTES)

@@ -28,9 +28,16 @@ from torchrelay.plan.snapshot import Snapshot, capture
 from torchrelay.record import encoding
 from torchrelay.record import manifest as m
 from torchrelay.record.encoding import decode, decode_at_rest, encode, encode_at_rest
-from torchrelay.record.numbers import pack_column, unpack_column
 from torchrelay.record.rows import LeafRows
-from torchrelay.record.schema import VERSION, ImageKind, LeafKind, Record, StateOutline
+from torchrelay.record.schema import (
+    VERSION,
+    ImageKind,
+    LeafKind,
+    Record,
+    StateOutline,
+    pack_column,
+    unpack_column,
+)
 from torchrelay.state import tensors
 from torchrelay.transports.wire import handshake
 

@@ -29,7 +29,6 @@ from torchrelay.record.checks.images import Mode
 from torchrelay.record.checks.record import check
 from torchrelay.record.dtypes import ITEM_SIZES
 from torchrelay.record.encoding import decode, decode_at_rest, encode, encode_at_rest
-from torchrelay.record.numbers import pack_column, unpack_column
 from torchrelay.record.schema import (
     VERSION,
     BoxSharding,
@@ -38,6 +37,8 @@ from torchrelay.record.schema import (
     MeshSharding,
     Record,
     StateOutline,
+    pack_column,
+    unpack_column,
 )
 from torchrelay.state.registry import register
 

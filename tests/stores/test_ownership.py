@@ -34,9 +34,7 @@ def plan(states: list[Any]) -> tuple[Record, list[list[str]], int, int]:
     """Plan a save of these states, one a rank. Returns the outlines, what each rank writes by name,
     the rounds that it took, and the bytes that the coordinator got."""
     world = len(states)
-    ranks = [
-        SavePlan(SharePlanner(rank, world, None), state, None) for rank, state in enumerate(states)
-    ]
+    ranks = [SavePlan(SharePlanner(rank, world, None), state) for rank, state in enumerate(states)]
     said = [one.statement() for one in ranks]
     sent = sum(map(len, said))
     answers = list(map(answer_of.decode, ranks[0].compare(said)))
@@ -158,7 +156,7 @@ def test_rows_of_another_rank_that_cannot_be_are_refused() -> None:
         ownership.rulings(two, (0,), ("w",))
     assert refused.value.rank == 1 and refused.value.path == "w"
     short = msgspec.msgpack.encode([b"", bytes(16), bytes(1024), 0])
-    planning = SavePlan(SharePlanner(0, 2, None), {"w": torch.zeros(4)}, None)
+    planning = SavePlan(SharePlanner(0, 2, None), {"w": torch.zeros(4)})
     first = planning.statement()
     with pytest.raises(CheckpointError) as unread:
         planning.compare([first, short])

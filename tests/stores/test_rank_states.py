@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from tests.support.states import assert_same
-from torchrelay.checkpointer.loading import Loading
+from torchrelay.checkpointer.rank_load import RankLoad
 from torchrelay.landing.options import LandingOptions
 from torchrelay.record.encoding import encode
 from torchrelay.stores.local.root import token
@@ -76,8 +76,7 @@ def save(root: Path, all_ranks: list[dict[str, Any]]) -> None:
     """What `Checkpointer.save` does on each rank, one rank after the other."""
     world = len(all_ranks)
     plans = [
-        SavePlan(SharePlanner(rank, world, None), state, None)
-        for rank, state in enumerate(all_ranks)
+        SavePlan(SharePlanner(rank, world, None), state) for rank, state in enumerate(all_ranks)
     ]
     answers = list(map(answer_of.decode, plans[0].compare([one.statement() for one in plans])))
     if isinstance(answers[0], Question):
@@ -105,7 +104,7 @@ def test_every_rank_finds_its_state(tmp_path: Path) -> None:
         differences += bool(opened.record.differences)
         for rank, state in enumerate(all_ranks):
             options = LandingOptions(rank=rank)
-            load = Loading(opened.files, opened.record, None, options, world=len(all_ranks))
+            load = RankLoad(opened.files, opened.record, None, options, world=len(all_ranks))
             load.check()
             load.make(verify=True)
             assert_same(state, load.end(verify=True).state, at_rest=True)

@@ -31,7 +31,7 @@ from torchrelay.landing.packed import unpack
 from torchrelay.landing.seam import land
 from torchrelay.record.encoding import decode, decode_at_rest
 from torchrelay.record.keys import MAX_NUMBER_KEYS, MAX_OTHER_KEYS
-from torchrelay.record.numbers import pack_column
+from torchrelay.record.schema import pack_column
 
 LENGTH = 2_000_000
 P = (1 << 61) - 1  # Python hashes whole numbers modulo this

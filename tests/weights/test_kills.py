@@ -17,7 +17,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 import torchrelay as tr
 from tests.support.ranks import Ranks, reached, tell
 from tests.weights.conftest import Wire
-from torchrelay.checkpointer import loading
+from torchrelay.checkpointer import rank_load
 from torchrelay.weights import fetch
 
 TIMEOUT = 30
@@ -57,7 +57,7 @@ def follow(rank: int, group: Any, url: str, phase: str) -> tuple[str, int]:
         if phase == "fetch":
             fetch._receive = stop
         else:
-            loading.Loading.end = stop  # type: ignore[method-assign]
+            rank_load.RankLoad.end = stop  # type: ignore[method-assign]
     try:
         subscription.update(at_least=2, timeout=2.0)
     except tr.RelayError as fault:

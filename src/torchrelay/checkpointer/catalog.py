@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import errno
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import closing, contextmanager
+from collections.abc import Iterable, Mapping
+from contextlib import closing, suppress
 from typing import NamedTuple
 
 from torchrelay.checkpointer.keep import Keep, KeepAll
@@ -20,10 +20,10 @@ from torchrelay.progress import Bar, ProgressCallback
 from torchrelay.record.schema import Record
 from torchrelay.stores.opening import open_step
 from torchrelay.stores.reading.chunks import check_chunks
-from torchrelay.stores.retry import Retry
+from torchrelay.stores.retry import Retry, storage_faults
 from torchrelay.stores.seam import Store
-from torchrelay.stores.shares.space import Space
 
+HEADROOM = 1 << 20  # bytes that a save leaves free: commit record, directory
 LOOKED_AT = 2  # of the newest steps, at each save: a restart would take one of them
 
 
@@ -49,28 +49,10 @@ class Catalog:
     def url(self) -> str:
         return self.store.url
 
-    @contextmanager
-    def _faults(
-        self, what: str, step: int | None = None, missing: str | None = None
-    ) -> Iterator[None]:
-        """Failures of the medium as errors that name the file."""
-        try:
-            yield
-        except CheckpointError:  # some are OSErrors too
-            raise
-        except OSError as fault:
-            if missing is not None and isinstance(fault, FileNotFoundError):
-                raise StepNotFoundError(f"{missing} in {self.url}", step=step) from None
-            reason = fault.strerror or str(fault)
-            if fault.errno == errno.EILSEQ:
-                reason += "; rename or remove that object, or keep steps under another prefix"
-            place = str(fault.filename or self.url)
-            raise CheckpointError(f"cannot {what}: {reason}", step=step, file=place) from fault
-
     # Looking.
 
     def steps(self) -> list[int]:
-        with self._faults("list the steps"):
+        with storage_faults("list the steps", self.url):
             return self.store.steps()
 
     def latest(self) -> int | None:
@@ -87,7 +69,7 @@ class Catalog:
             return opened.record
 
     def verify(self, step: int | None, progress: ProgressCallback | None, patience: Retry) -> int:
-        with self._faults("list the steps"):
+        with storage_faults("list the steps", self.url):
             opened = open_step(self.store, step, patience)
         with closing(opened):
             check_chunks(opened.files, opened.record, Bar(progress, opened.record.volume_bytes).add)
@@ -104,7 +86,8 @@ class Catalog:
     def _look(self, step: int, shown: str) -> _Checked | None:
         """A step that is intact."""
         try:
-            with closing(open_step(self.store, step)) as opened, self._faults("look at a step"):
+            faults = storage_faults("look at a step", self.url)
+            with closing(open_step(self.store, step)) as opened, faults:
                 found = opened.files.sizes()
                 expected = {file.name: file.nbytes for file in opened.record.volumes}
                 metrics = opened.record.saved.metrics
@@ -118,18 +101,34 @@ class Catalog:
 
     # Before a save.
 
-    def space(self) -> Space:
-        """The free space of the medium, for the planner."""
-        with self._faults("look for free space"):
+    def check_space(self, nbytes: int) -> None:
+        """Raise `CheckpointError` if a step with that many bytes of data does not fit."""
+        with storage_faults("look for free space", self.url):
             free = self.store.free_bytes()
-        return Space(free, self.url, repr(self._keep), self._keep.most())
+        need = nbytes + HEADROOM
+        if free is None or free >= need:
+            return
+        retained = self._keep.most()
+        if retained is None:
+            advice = f"keep={self._keep!r} allows steps that are never removed: free some space"
+        else:
+            advice = (
+                f"keep={self._keep!r} retains {retained}, and a save writes one more before it "
+                f"removes one, {(retained + 1) * nbytes:,} bytes in all: free some space, or "
+                "retain fewer steps"
+            )
+        raise CheckpointError(
+            f"no space: the step takes {need:,} bytes and {free:,} are free, "
+            f"{need - free:,} are missing; {advice}",
+            file=self.url,
+        )
 
     def check_order(self, step: int, *, overwrite: bool) -> None:
         """Raise `StepOrderError` for a step that a restart would not take because of a newer one.
 
         Replacing an existing step is allowed.
         """
-        with self._faults("list the steps"):
+        with storage_faults("list the steps", self.url):
             shown = self.store.listing()
         newer = sorted(found for found in shown if found > step and found not in self._damaged)
         if not newer or (overwrite and step in self.steps()):
@@ -167,7 +166,7 @@ class Catalog:
     ) -> dict[int, _Checked]:
         """The steps that count for retention. One that was checked counts until the listing shows
         another in its place; only the newest ones are looked at again."""
-        with self._faults("list the steps"):
+        with storage_faults("list the steps", self.url):
             listing = self.store.listing()
         known, self._checked = self._checked, {}
         newest = sorted(listing.keys() - {committed})[-LOOKED_AT:]
@@ -178,18 +177,12 @@ class Catalog:
             elif step in self._damaged:
                 continue
             elif before is None or before.shown != shown:
-                self._check(step, shown)
+                with suppress(FormatError):  # written by a later version: it stays
+                    if (found := self._look(step, shown)) is not None:
+                        self._checked[step] = found
             elif step not in newest or self._has_files(step, before.sizes):
                 self._checked[step] = before
         return dict(self._checked)
-
-    def _check(self, step: int, shown: str) -> None:
-        try:
-            found = self._look(step, shown)
-        except FormatError:  # written by a later version: it stays
-            return
-        if found is not None:
-            self._checked[step] = found
 
     def _has_files(self, step: int, sizes: Mapping[str, int]) -> bool:
         try:
@@ -203,8 +196,11 @@ class Catalog:
     def delete(self, step: int) -> None:
         self._damaged.discard(step)
         self._checked.pop(step, None)
-        with self._faults("delete", step, missing=f"no step {step}"):
-            self.store.delete(step)
+        with storage_faults("delete", self.url, step):
+            try:
+                self.store.delete(step)
+            except FileNotFoundError:
+                raise StepNotFoundError(f"no step {step} in {self.url}", step=step) from None
 
     def rollback(self, step: int) -> list[int]:
         """Delete every step above this one; the newest first, so that a crash leaves a rollback to
@@ -223,7 +219,7 @@ class Catalog:
 
     def clean(self) -> None:
         """Remove what dead writers left behind."""
-        with self._faults("look for what writers left behind"):
+        with storage_faults("look for what writers left behind", self.url):
             try:
                 for name in self.store.clean():
                     logger.info("removed %s, left behind by a dead writer", name)

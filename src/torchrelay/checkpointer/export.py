@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import threading
 from collections.abc import Mapping
 from pathlib import Path
@@ -52,20 +53,29 @@ def _write(
     place = Path(target).absolute()
     if place.exists() and (not place.is_dir() or any(place.iterdir())):
         raise UsageError(f"{place} exists and is not overwritten: name another directory")
-    contents = ShareContents([], [], {})
+    contents = ShareContents([], [])
     for name, tensor in _flat(model).items():
         shape = tuple(tensor.shape)
         entry = Entry(name, t.NAMES[tensor.dtype], shape, (0,) * len(shape), shape)
         contents.entries.append(entry)
         contents.tensors.append(tensor)
     share = Share(contents, arrange(contents.entries, file_bytes=shard_bytes))
-    directory = _ExportDirectory(place, left)
+    temporary, files = _TemporaryDirectory(place), Files()
+
+    def check_wanted(nbytes: int = 0) -> None:
+        if left.is_set():
+            raise InterruptedError("the caller does not wait any more")
+
     try:
-        directory.begin()
-        share.write_to(directory, lambda nbytes: _check_wanted(left))
-        directory.commit()
+        place.parent.mkdir(parents=True, exist_ok=True)
+        files.make_dir(str(temporary.path))
+        share.write_to(temporary, check_wanted)
+        check_wanted()
+        files.sync_dir(str(temporary.path))
+        files.rename(str(temporary.path), str(place))
+        files.sync_dir(str(place.parent))
     except BaseException as fault:
-        directory.discard()
+        shutil.rmtree(temporary.path, ignore_errors=True)
         if not isinstance(fault, OSError):
             raise
         why = fault.strerror or fault
@@ -94,36 +104,11 @@ def _flat(model: object) -> dict[str, torch.Tensor]:
     return found
 
 
-class _ExportDirectory:
-    """A directory that gets its name when everything in it is durable. Nothing more is written to
-    it once `left` is set: the caller does not wait any more."""
+class _TemporaryDirectory:
+    """Where the files are until everything is durable."""
 
-    def __init__(self, target: Path, left: threading.Event) -> None:
-        self._target = target
-        self._left = left
-        self._path = target.with_name(f"{target.name}.tmp-{token()}")
-        self._files = Files()
-
-    def begin(self) -> None:
-        self._target.parent.mkdir(parents=True, exist_ok=True)
-        self._files.make_dir(str(self._path))
+    def __init__(self, target: Path) -> None:
+        self.path = target.with_name(f"{target.name}.tmp-{token()}")
 
     def open(self, name: str, nbytes: int) -> LocalSink:
-        return LocalSink(str(self._path / name), self._files, nbytes)
-
-    def commit(self) -> None:
-        _check_wanted(self._left)
-        self._files.sync_dir(str(self._path))
-        self._files.rename(str(self._path), str(self._target))
-        self._files.sync_dir(str(self._target.parent))
-
-    def discard(self) -> None:
-        if self._path.exists():
-            for file in self._path.glob("*"):
-                file.unlink()
-            self._path.rmdir()
-
-
-def _check_wanted(left: threading.Event) -> None:
-    if left.is_set():
-        raise InterruptedError("the caller does not wait any more")
+        return LocalSink(str(self.path / name), Files(), nbytes)

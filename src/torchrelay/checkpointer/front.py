@@ -23,7 +23,7 @@ from torchrelay.coordination.coordinator import Coordinator
 from torchrelay.deadlines import Deadline, Timeout, seconds_of
 from torchrelay.errors import UsageError
 from torchrelay.memory.bounded import bounded
-from torchrelay.owner import Owner, enrol
+from torchrelay.owner import Owner, close_at_exit
 from torchrelay.pending import Pending
 from torchrelay.progress import ProgressCallback
 from torchrelay.record.schema import Record
@@ -98,7 +98,7 @@ class Checkpointer:
             self._read_only = read_only
             if self._ranks.coordinates and not read_only:
                 self._bounded("clean up", self._catalog.clean)
-            enrol(self)
+            close_at_exit(self)
 
     @property
     def url(self) -> str:
@@ -385,7 +385,7 @@ class Checkpointer:
             finally:
                 self._preemption.close()
 
-    def _forsake(self) -> None:
+    def _detach_after_fork(self) -> None:
         """Called in a child of a fork, which has no Checkpointer: what it had is the parent's.
 
         No lock is taken: a thread of the parent may have held it, and is not here to release it.

@@ -18,7 +18,8 @@ from typing import Any, NamedTuple
 import msgspec
 import torch
 
-from torchrelay.checkpointer.loading import Loading
+from torchrelay.arguments import items_of
+from torchrelay.checkpointer.rank_load import RankLoad
 from torchrelay.checkpointer.selection import check_include, with_savers
 from torchrelay.coordination.call import Call
 from torchrelay.coordination.coordinator import Coordinator
@@ -33,7 +34,6 @@ from torchrelay.errors import (
     TornStateError,
     UsageError,
 )
-from torchrelay.items import items_of
 from torchrelay.landing.commit.ending import TORN
 from torchrelay.landing.options import LandingOptions, checked_device
 from torchrelay.landing.places import Landed
@@ -127,14 +127,14 @@ class Loader:
         while todo:
             step = todo.pop(0)
             watch = Stopwatch()
-            loading: Loading | None = None
+            load: RankLoad | None = None
             try:
-                loading = self._plan(call, step, request, deadline, watch)
-                landed = self._land(call, loading, request.verify, deadline, watch)
+                load = self._plan(call, step, request, deadline, watch)
+                landed = self._land(call, load, request.verify, deadline, watch)
             except RelayError as fault:
-                touched = loading is not None and loading.touched
+                touched = load is not None and load.touched
                 torn = fault if touched else torn
-                skips = (DamagedError,) if loading else (DamagedError, StepNotFoundError)
+                skips = (DamagedError,) if load else (DamagedError, StepNotFoundError)
                 if isinstance(fault, skips) and self._has_moved(call, step, misses, deadline):
                     misses += 1
                     todo = [
@@ -152,14 +152,14 @@ class Loader:
             name = self._source.name
             report = Report(
                 step,
-                loading.nbytes,
+                load.nbytes,
                 dict(watch.seconds),
-                {name: Outcome(route="storage", bytes=loading.nbytes)},
+                {name: Outcome(route="storage", bytes=load.nbytes)},
                 tuple(Attempt(name, number, why) for number, why in self._skipped.items()),
                 tuple(landed.missing),
                 tuple(landed.extra),
                 request.verify,
-                loading.instead,
+                load.instead,
             )
             return Loaded(landed.state, step, report)
         if torn is not None:
@@ -256,9 +256,9 @@ class Loader:
 
     def _plan(
         self, call: Call, step: int, request: LoadRequest, deadline: Deadline, watch: Stopwatch
-    ) -> Loading:
+    ) -> RankLoad:
         """Plan the reads of this rank, and check all of them if that comes first."""
-        made: list[Loading] = []
+        made: list[RankLoad] = []
         self._close()
 
         def act() -> bytes:
@@ -267,23 +267,23 @@ class Loader:
                 self._opened = opened = self._source.open(step, deadline)
                 if request.key is not None:
                     opened = Subtree(opened, request.key)
-                loading = self._planned(opened, request, bar)
-            made.append(loading)
-            files, left = opened.files, loading.left
-            loading.within = lambda read: bounded(
+                load = self._planned(opened, request, bar)
+            made.append(load)
+            files, left = opened.files, load.left
+            load.within = lambda read: bounded(
                 read, deadline.early(), "read the step", file=files.url, left=left
             )
             twice = request.checked_first and not files.costly_reads
-            bar.total = loading.nbytes * (2 if twice else 1)
+            bar.total = load.nbytes * (2 if twice else 1)
             if isinstance(files, PreparedStep):
                 with watch("fetch"):
-                    files.prepare(loading.wanted())
+                    files.prepare(load.wanted())
             with watch("verify"):
-                loading.compare_twins()
+                load.compare_twins()
                 if request.checked_first:
                     # It reads into memory of its own, so it can be left behind.
-                    bounded(loading.check, deadline.early(), "read the step", file=files.url)
-                loading.make(verify=request.verify)
+                    bounded(load.check, deadline.early(), "read the step", file=files.url)
+                load.make(verify=request.verify)
             return opened.digest
 
         def decide(said: list[bytes]) -> list[bytes]:
@@ -297,7 +297,7 @@ class Loader:
         call.round("verify", act, decide, deadline)
         return made[0]
 
-    def _planned(self, opened: Opened, request: LoadRequest, bar: Bar) -> Loading:
+    def _planned(self, opened: Opened, request: LoadRequest, bar: Bar) -> RankLoad:
         check_include(opened.record, request.include)
         # Bytes that are costly to read are read once, into memory of their own.
         staged = request.checked_first and opened.files.costly_reads
@@ -306,7 +306,7 @@ class Loader:
             request.strict, request.atomic, request.device, rank=rank, unstaged=not staged
         )
         try:
-            return Loading(
+            return RankLoad(
                 opened.files,
                 opened.record,
                 request.into,
@@ -327,19 +327,19 @@ class Loader:
             ) from fault
 
     def _land(
-        self, call: Call, loading: Loading, verify: bool, deadline: Deadline, watch: Stopwatch
+        self, call: Call, load: RankLoad, verify: bool, deadline: Deadline, watch: Stopwatch
     ) -> Landed:
         """Objects first: where one refuses, on any rank, all have their old state again."""
 
         if self._in_memory:
-            loading.within = lambda read: read()
+            load.within = lambda read: read()
 
         def together(phase: str, act: Callable[[], None]) -> None:
             whole = self._in_memory and phase == "land"
             call.at(phase)
             call.together(phase, partial(uninterrupted, act) if whole else act, deadline)
 
-        return loading.end(verify=verify, together=together, watch=watch)
+        return load.end(verify=verify, together=together, watch=watch)
 
     def _skip(self, step: int, fault: RelayError) -> None:
         self._skipped[step] = str(fault)

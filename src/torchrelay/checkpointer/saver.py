@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import queue
 import threading
+from contextlib import ExitStack
 from functools import partial
 
 import msgspec
@@ -31,8 +32,6 @@ from torchrelay.results import Outcome, Report
 from torchrelay.stores.local.root import token
 from torchrelay.stores.shares.commit_record import commit_record, decode_shares
 from torchrelay.stores.shares.planner import PlannedShare, SharePlanner
-from torchrelay.stores.shares.share import Share
-from torchrelay.stores.shares.space import Space
 from torchrelay.stores.step_draft import GRACE, StepDraft
 
 
@@ -67,8 +66,8 @@ class Saver:
         """Write a state and return when it is committed."""
         with self._ranks.measured("save", save.step) as measured:
             try:
-                space = self._begin(save)
-                planned = self._plan(save, state, space)
+                self._begin(save)
+                planned = self._plan(save, state)
                 with save.watch("write"):
                     written = self.writer.write(save, planned.share)
             except BaseException as fault:
@@ -100,10 +99,10 @@ class Saver:
         end = partial(self._complete, save, outcome, pending, owner)
         thread = threading.Thread(target=end, name="torchrelay-commit", daemon=True)
         try:
-            space = self._begin(save)
+            self._begin(save)
             self.pending = pending
             thread.start()
-            planned = self._plan(save, state, space)
+            planned = self._plan(save, state)
             with save.watch("stage"):
                 staged = self.writer.stage(save, planned)
             outcome.put((planned, staged))
@@ -165,10 +164,8 @@ class Saver:
             raise CheckpointError(text, step=step, phase="write")
         self.raise_unseen()
 
-    def _begin(self, save: Save) -> Space | None:
-        """Wait for the save before; create the draft of this one. Returns the space that it has, on
-        the coordinator."""
-        spaces: list[Space] = []
+    def _begin(self, save: Save) -> None:
+        """Wait for the save before; create the draft of this one."""
         store, deadline = self._catalog.store, save.deadline
 
         def mine() -> bytes:
@@ -176,11 +173,8 @@ class Saver:
             return b""
 
         def decide(said: list[bytes]) -> list[bytes]:
-            def look() -> Space:
-                self._catalog.check_order(save.step, overwrite=save.overwrite)
-                return self._catalog.space()
-
-            spaces.append(bounded(look, deadline.early(), "list the steps", file=store.url))
+            look = partial(self._catalog.check_order, save.step, overwrite=save.overwrite)
+            bounded(look, deadline.early(), "list the steps", file=store.url)
             draft = StepDraft(store, save.step, token(), deadline.early, overwrite=save.overwrite)
             draft.begin()
             save.draft = draft
@@ -195,12 +189,15 @@ class Saver:
             draft.id = begun.id
             draft.check_visible(self._ranks.rank, begun.place)
             save.draft = draft
-        return spaces[0] if spaces else None
 
-    def _plan(self, save: Save, state: object, space: Space | None) -> PlannedShare:
+    def _plan(self, save: Save, state: object) -> PlannedShare:
+        def check_space(nbytes: int) -> None:
+            act = partial(self._catalog.check_space, nbytes)
+            bounded(act, save.deadline.early(), "look for free space", file=self._catalog.url)
+
         with save.watch("plan"):
             save.call.at("planning")
-            return self._planner.plan(state, save.call, save.deadline, space)
+            return self._planner.plan(state, save.call, save.deadline, check_space)
 
     # Commit.
 
@@ -220,23 +217,19 @@ class Saver:
             return None, found if kept else None
         planned, staged = found
         try:
-            try:
-                return self._commit(save, planned, self._written(save, staged)), None
-            finally:
-                staged.release()
+            with ExitStack() as last:
+                last.callback(staged.release)
+                try:
+                    save.call.at(staged.share.phase)
+                    with save.watch("write"):
+                        written = staged.share.written(staged.finish())
+                except BaseException as fault:
+                    self._give_up(save, fault)
+                    raise
+                return self._commit(save, planned, written), None
         except BaseException as fault:
             self.failures += 1
             return None, fault
-
-    def _written(self, save: Save, staged: StagedShare) -> Record:
-        share: Share = staged.share
-        try:
-            save.call.at(f"writing {', '.join(file.name for file in share.files[:3])}")
-            with save.watch("write"):
-                return share.written(staged.finish())
-        except BaseException as fault:
-            self._give_up(save, fault)
-            raise
 
     def _commit(self, save: Save, planned: PlannedShare, written: Record) -> Report:
         """The last round: the coordinator commits what all ranks have written."""
@@ -255,24 +248,20 @@ class Saver:
                 payload = encode(written)
                 save.call.round("write", lambda: payload, decide, save.deadline)
             except BaseException as fault:
-                if save.call.answered or not isinstance(fault, CheckpointError):
+                # Without an answer this rank does not know how the commit ended.
+                known = save.call.answered or not isinstance(fault, CheckpointError)
+                assert save.draft is not None
+                if known or (self._ranks.coordinates and save.draft.files.revoke()):
                     self._discard(save)
                     raise
-                self._look(save, fault)
+                assert isinstance(fault, CheckpointError)
+                save.draft.look(fault)
             finally:
                 save.call.drain()
         if self._ranks.coordinates:
             self._prune(save, sizes)
         url, seconds = f"{self._catalog.url}/step-{save.step}", dict(save.watch.seconds)
         return Report(save.step, planned.share.nbytes, seconds, {url: Outcome(route="storage")})
-
-    def _look(self, save: Save, silence: CheckpointError) -> None:
-        """This rank does not know how the commit ended. Returns if the step is in place."""
-        assert save.draft is not None
-        if self._ranks.coordinates and save.draft.files.revoke():
-            self._discard(save)
-            raise silence
-        save.draft.look(silence)
 
     def _prune(self, save: Save, sizes: dict[str, int]) -> None:
         """Remove old steps. The step is committed by now: nothing here fails the save."""

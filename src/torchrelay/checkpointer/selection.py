@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from difflib import get_close_matches
 
+from torchrelay.arguments import matches
 from torchrelay.errors import MismatchError
-from torchrelay.patterns import matches
 from torchrelay.plan.selection import Texts
 from torchrelay.record.schema import Record
 from torchrelay.state.tree import show, slots

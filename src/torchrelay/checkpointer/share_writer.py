@@ -26,8 +26,8 @@ from torchrelay.progress import Bar, ProgressCallback
 from torchrelay.record.schema import Record
 from torchrelay.stores.seam import Store
 from torchrelay.stores.shares.planner import PlannedShare
-from torchrelay.stores.shares.share import Share, ShareContents
-from torchrelay.stores.shares.staging import Pipeline, Target, ThreadTarget, arena_bytes
+from torchrelay.stores.shares.share import Share
+from torchrelay.stores.shares.staging import Pipeline, arena_bytes
 from torchrelay.stores.step_draft import StepDraft
 from torchrelay.stores.writer.client import WriterProcess, WriterSave
 from torchrelay.stores.writer.file_writer import WORKERS, FileWriter
@@ -104,7 +104,7 @@ class ShareWriter:
                     writer.abort()
                 raise
 
-        save.call.at(f"writing {', '.join(file.name for file in share.files[:3])}")
+        save.call.at(share.phase)
         settle()
         try:
             return share.written(bounded(work, save.deadline.early(), "write the step"))
@@ -115,18 +115,19 @@ class ShareWriter:
 
     def _write(self, save: Save, share: Share, writers: list[FileWriter]) -> list[bytes]:
         assert save.draft is not None
-        bar = Bar(save.progress, share.nbytes)
+        arena, base = None, 0
         if not share.on_host:
             share.hash_on_devices()
-        writers.append(writer := FileWriter(save.draft.files, share.files, bar.add))
-        if share.on_host:
-            writer.write(share.ranges())
-            digests = writer.finish()
-            share.check_unchanged()
-            return digests
-        arena = self._take_arena(share, self._budget or BLOCKING_ARENA)
-        target = ThreadTarget(writer, arena.address)
-        return self._staged(save, share, arena, target).finish()
+            arena = self._take_arena(share, self._budget or BLOCKING_ARENA)
+            base = arena.address
+        progress = Bar(save.progress, share.nbytes).add
+        writers.append(writer := FileWriter(save.draft.files, share.files, progress, base))
+        if arena is not None:
+            return self._staged(save, share, arena, writer).finish()
+        writer.write(share.ranges())
+        digests = writer.finish()
+        share.check_unchanged()
+        return digests
 
     def _take_arena(self, share: Share, budget: int | None) -> Arena:
         """The arena, enlarged if it is too small: for all of a share, or at most a budget.
@@ -153,8 +154,7 @@ class ShareWriter:
         if copied is None:
             settle()
             return self._stage_in_keeper(save, planned) or self._stage_here(save, share)
-        contents = share.contents
-        spare = Share(ShareContents(contents.entries, copied, contents.objects), share.layouts)
+        spare = Share(share.contents._replace(tensors=copied), share.layouts)
 
         def finish() -> list[bytes]:
             self._spare.wait()
@@ -197,11 +197,11 @@ class ShareWriter:
             self.process.attach(lent.fds, lent.each, lent.nbytes, save.deadline.left())
             target = self._target(save, share)
             try:
-                target.write(placed, save.deadline)
+                target.write_staged(placed)
             except BaseException:
                 target.abort()
                 raise
-            return target.finish(save.deadline)
+            return target.finish()
 
         return StagedShare(share, finish, lent.release)
 
@@ -211,7 +211,9 @@ class ShareWriter:
         self.process.attach(arena.fds, arena.each, arena.nbytes, save.deadline.left())
         return self._staged(save, share, arena, self._target(save, share))
 
-    def _staged(self, save: Save, share: Share, arena: Arena, target: Target) -> StagedShare:
+    def _staged(
+        self, save: Save, share: Share, arena: Arena, target: FileWriter | WriterSave
+    ) -> StagedShare:
         """Copy a share through an arena, which is put back when everything is written."""
         pipeline = Pipeline(share, arena, target, save.deadline)
         pipeline.stage(WORKERS)
@@ -228,13 +230,13 @@ class ShareWriter:
         assert save.draft is not None
         draft = (self._store.url, save.step, save.draft.token)
         bar = Bar(save.progress, share.nbytes)
-        return self.process.begin(*draft, share.files, save.deadline.left(), bar)
+        return self.process.begin(*draft, share.files, save.deadline, bar)
 
     def detach_after_fork(self) -> None:
         """In a child of a fork: forget memory and process, which stay the parent's."""
         self.process.detach_after_fork()
         if self._arena is not None:
-            self._arena.forsake()
+            self._arena.detach_after_fork()
             self._arena = None
 
     def close(self) -> None:

@@ -13,7 +13,8 @@ import logging
 import pickle
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, NoReturn, TypeVar
+from functools import partial
+from typing import Any, TypeVar
 
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata
@@ -128,13 +129,8 @@ class FailedOnRanksError(CheckpointError, CheckpointException):
         return CheckpointError.__str__(self)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _failed_on_ranks, (self.message, self._failures, self.rank, self.phase)
-
-
-def _failed_on_ranks(
-    message: str, failures: dict[int, Any], rank: int | None, phase: str | None
-) -> FailedOnRanksError:
-    return FailedOnRanksError(message, failures, rank=rank, phase=phase)
+        make = partial(FailedOnRanksError, rank=self.rank, phase=self.phase)
+        return make, (self.message, self._failures)
 
 
 @contextmanager
@@ -143,7 +139,16 @@ def _told(what: str, rank: int) -> Iterator[None]:
     try:
         yield
     except CheckpointException as fault:
-        _raise_failures(what, rank, fault)
+        failures = {failed: error for failed, (error, _) in sorted(fault.failures.items())}
+        own = failures.get(rank)
+        if own is not None and not isinstance(own, Exception):
+            raise own from None  # Ctrl-C here, not a failure
+        phase, first = str(fault.args[0]), min(failures)
+        each = "; ".join(f"rank {r}: {type(e).__name__}: {e}" for r, e in failures.items())
+        torn = "; the state is part old, part new: load again" if phase == "read" else ""
+        raise FailedOnRanksError(
+            f"{what} failed on {each}{torn}", fault.failures, rank=first, phase=phase
+        ) from failures[first]
     except RelayError:
         raise
     except Exception as fault:
@@ -151,19 +156,6 @@ def _told(what: str, rank: int) -> Iterator[None]:
         raise CheckpointError(
             f"{what} failed: the process group broke: {fault}", rank=rank
         ) from fault
-
-
-def _raise_failures(what: str, rank: int, fault: CheckpointException) -> NoReturn:
-    failures = {failed: error for failed, (error, _) in sorted(fault.failures.items())}
-    own = failures.get(rank)
-    if own is not None and not isinstance(own, Exception):
-        raise own from None  # Ctrl-C here, not a failure
-    phase, first = str(fault.args[0]), min(failures)
-    each = "; ".join(f"rank {r}: {type(e).__name__}: {e}" for r, e in failures.items())
-    torn = "; the state is part old, part new: load again" if phase == "read" else ""
-    raise FailedOnRanksError(
-        f"{what} failed on {each}{torn}", fault.failures, rank=first, phase=phase
-    ) from failures[first]
 
 
 def _takes(method: Callable[..., Any], parameter: str) -> bool:

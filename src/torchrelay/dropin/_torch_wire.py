@@ -37,6 +37,7 @@ from torchrelay.errors import (
     RemoteProtocolError,
     UnsupportedLeafError,
 )
+from torchrelay.geometry.strides import extent
 
 LENGTH_TAG = 1
 RECORD_TAG = 2
@@ -111,7 +112,10 @@ def recv_torch(
     arrived: list[torch.Tensor] = []
     storages = _storages(pg, src_rank, parts, device, wait)
     for part, target, storage in zip(parts, targets, storages, strict=True):
-        view = _view(part, storage)
+        # Not `storage.view(dtype)`: the bytes need not be a whole number of items.
+        view = torch.empty(0, dtype=part.dtype, device=storage.device).set_(
+            storage.untyped_storage(), part.storage_offset, part.shape, part.stride
+        )
         # New tensors leave the device at once, so that the device holds each once at most.
         arrived.append(_owned(view) if target is None else view)
     rest = iter(arrived)
@@ -164,13 +168,6 @@ def _storages(
         work, buffer = posted.pop(0)
         wait(work, f"receiving torch tensor {i + 1} of {len(parts)} from {src_rank}")
         yield buffer
-
-
-def _view(part: _TensorMeta, storage: torch.Tensor) -> torch.Tensor:
-    # Not `storage.view(dtype)`: the bytes need not be a whole number of items.
-    return torch.empty(0, dtype=part.dtype, device=storage.device).set_(
-        storage.untyped_storage(), part.storage_offset, part.shape, part.stride
-    )
 
 
 class _Leaf(NamedTuple):
@@ -297,8 +294,7 @@ def _owned(view: torch.Tensor) -> torch.Tensor:
     """The same values on the CPU, in a storage that holds little else."""
     storage: torch.UntypedStorage = view.untyped_storage().cpu()  # type: ignore[no-untyped-call]
     item, start = view.dtype.itemsize, int(view.storage_offset())
-    reach = 1 + sum((n - 1) * step for n, step in zip(view.shape, view.stride(), strict=True))
-    size = 0 if view.numel() == 0 else reach * item
+    size = extent(view.shape, view.stride()) * item
 
     def over(storage: torch.UntypedStorage, offset: int) -> torch.Tensor:
         return torch.empty(0, dtype=view.dtype, device="cpu").set_(

@@ -6,6 +6,7 @@ so memory is bounded by the largest box, which is what one rank had of one tenso
 
 from __future__ import annotations
 
+import math
 import re
 from pathlib import Path
 from typing import NamedTuple
@@ -20,7 +21,6 @@ from torchrelay.inspection.seam import Contents, PlainValue, VolumeFacts
 from torchrelay.inspection.step_source import shown
 from torchrelay.plan.stored import Shard, StoredTensor
 from torchrelay.progress import Progress, ProgressCallback
-from torchrelay.record.dtypes import itemsize
 from torchrelay.state.tensors import NAMES
 
 _RANKED = re.compile(r"__(\d+)_\d+\.distcp")
@@ -52,13 +52,9 @@ class DcpSource:
                     values += _values(name, self._directory.value(name))
         except OSError as fault:
             raise CheckpointError(f"could not be read: {fault}", file=path) from fault
-        self.contents = Contents(
-            None,
-            len({volume.rank for volume in map(self._volume, self._pieces)}) or 1,
-            tuple(tensors),
-            tuple(map(self._volume, self._pieces)),
-            tuple(values),
-        )
+        volumes = tuple(map(self._volume, self._pieces))
+        ranks = len({volume.rank for volume in volumes}) or 1
+        self.contents = Contents(None, ranks, tuple(tensors), volumes, tuple(values))
 
     def _stored(self, name: str, item: StockTensor) -> StoredTensor:
         shards = []
@@ -71,10 +67,8 @@ class DcpSource:
     def _volume(piece: _Piece) -> VolumeFacts:
         file = piece.chunk.piece.file
         match = _RANKED.fullmatch(file)
-        size = itemsize(NAMES[piece.item.dtype])
-        for length in piece.chunk.sizes:
-            size *= length
-        return VolumeFacts(file, size, int(match[1]) if match else None)
+        nbytes = math.prod(piece.chunk.sizes) * piece.item.dtype.itemsize
+        return VolumeFacts(file, nbytes, int(match[1]) if match else None)
 
     def read_into(self, volume: int, start: int, view: memoryview) -> None:
         if self._held is None or self._held[0] != volume:

@@ -17,7 +17,7 @@ from torchrelay.endpoint.publish.server_process import ServerProcess
 from torchrelay.endpoint.server import messages as m
 from torchrelay.endpoint.server.messages import CONNECTIONS, HOLD_SECONDS, STALL_SECONDS
 from torchrelay.errors import RelayError, UsageError
-from torchrelay.owner import Owner, enrol
+from torchrelay.owner import Owner, close_at_exit
 from torchrelay.pending import Pending
 from torchrelay.sources.access import Access
 from torchrelay.steps import check_step
@@ -66,7 +66,7 @@ class Endpoint:
         )
         self._closed = False
         self._calls = threading.RLock()
-        enrol(self)
+        close_at_exit(self)
 
     def _own_url(self) -> str:
         return f"{self._scheme}://{self._address.shown}:{self._server.port}"
@@ -120,7 +120,7 @@ class Endpoint:
         self._closed = True
         self._publisher.close(self._timeout)
 
-    def _forsake(self) -> None:
+    def _detach_after_fork(self) -> None:
         self._publisher.detach_after_fork()
 
     def __enter__(self) -> Endpoint:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from math import prod
 from typing import TYPE_CHECKING, Any
 
-from torchrelay.patterns import matches
+from torchrelay.arguments import matches
 from torchrelay.record.dtypes import itemsize
 
 if TYPE_CHECKING:

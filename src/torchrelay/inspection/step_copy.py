@@ -9,7 +9,7 @@ from torchrelay.record.schema import VolumeRecord
 from torchrelay.sources.seam import Opened
 from torchrelay.stores.local.root import token
 from torchrelay.stores.reading.chunks import check_chunks
-from torchrelay.stores.reading.ranges import Task, opened, unread
+from torchrelay.stores.reading.ranges import Task, opened, reading
 from torchrelay.stores.seam import Draft, Sink, Store
 
 PIECE = 8 << 20  # bytes that are read at once, in whole chunks
@@ -52,11 +52,8 @@ def _copy_file(held: Opened, index: int, draft: Draft, bar: Bar) -> None:
 
     def copy(start: int) -> None:
         data = bytearray(min(size, file.nbytes - start))
-        try:
+        with reading(held.files, held.record, Task(index, start, start + len(data))):
             reader.read_into(start, [memoryview(data)])
-        except (OSError, EOFError) as fault:
-            task = Task(index, start, start + len(data))
-            raise unread(held.files, held.record, task, fault) from fault
         sink.write(start, [data])
         bar.add(len(data))
 

@@ -19,7 +19,7 @@ from torchrelay.keeper.process import KeeperName, KeeperProcess
 from torchrelay.keeper.server import messages as k
 from torchrelay.keeper.server.messages import LEASE_SECONDS, RATE, STEPS, JoinKeeper
 from torchrelay.machine import machine
-from torchrelay.owner import Owner, enrol
+from torchrelay.owner import Owner, close_at_exit
 from torchrelay.pending import Pending
 from torchrelay.record.schema import Record
 from torchrelay.sources.access import Access
@@ -119,7 +119,7 @@ class Keeper:
         except BaseException:
             self._keeper.process.close()
             raise
-        enrol(self)
+        close_at_exit(self)
 
     def _own_url(self) -> str:
         assert self._process.joined is not None
@@ -251,7 +251,7 @@ class Keeper:
             self._keeper.ask(k.End(), m.Obeyed, self._timeout)
         self.close()
 
-    def _forsake(self) -> None:
+    def _detach_after_fork(self) -> None:
         self._publisher.detach_after_fork()
 
     def __enter__(self) -> Keeper:

@@ -17,9 +17,8 @@ from torchrelay.endpoint.server import messages as m
 from torchrelay.endpoint.server.http.admission import user_of
 from torchrelay.errors import EndpointError, UsageError
 from torchrelay.keeper.server import messages as k
-from torchrelay.stores.writer.child_process import ChildProcess
+from torchrelay.stores.writer.child_process import ChildProcess, launch
 from torchrelay.stores.writer.frames import exchange, has_hung_up
-from torchrelay.stores.writer.launch import launch
 
 ASK_SECONDS = 5.0
 PROGRAM = "torchrelay.keeper.server.start"

@@ -49,7 +49,9 @@ class Arena:
             if populate:
                 share_out(range(len(self.fds)), lambda: self._allocate, len(self.fds))
             if pinned:
-                self._register()
+                if code := register(self.address, nbytes):
+                    raise MemoryError(f"CUDA cannot pin {nbytes} bytes (error {code})")
+                self.pinned = True
         except BaseException:
             self.close()
             raise
@@ -67,12 +69,6 @@ class Arena:
         at = part * self.each
         allocate(self.fds[part], self.address + at, min(self.each, self.nbytes - at))
 
-    def _register(self) -> None:
-        code = register(self.address, self.nbytes)
-        if code != 0:
-            raise MemoryError(f"CUDA cannot pin {self.nbytes} bytes (error {code})")
-        self.pinned = True
-
     def close(self) -> None:
         """Free the memory here. Nothing may use `tensor` afterwards."""
         if self.pinned:
@@ -85,7 +81,7 @@ class Arena:
         for fd in fds:
             os.close(fd)
 
-    def forsake(self) -> None:
+    def detach_after_fork(self) -> None:
         """In a child of a fork, where CUDA knows nothing of it: free it here alone."""
         self.pinned = False
         self.close()

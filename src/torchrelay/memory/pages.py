@@ -180,14 +180,11 @@ class _Kinds:
     def next(self) -> int:
         with self._lock:
             self._given += 1
-            if _HUGE not in self._seconds:
-                return _HUGE
-            if _SMALL not in self._seconds:
-                return _SMALL
-            faster = min(self._seconds, key=self._seconds.__getitem__)
-            if self._given % _TRY_AGAIN:
-                return faster
-            return _SMALL if faster == _HUGE else _HUGE
+            for kind in (_HUGE, _SMALL):
+                if kind not in self._seconds:
+                    return kind
+            faster, slower = sorted(self._seconds, key=self._seconds.__getitem__)
+            return faster if self._given % _TRY_AGAIN else slower
 
     def took(self, kind: int, seconds: float) -> None:
         with self._lock:

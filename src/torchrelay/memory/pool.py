@@ -42,14 +42,11 @@ class Pool:
     `seconds`: so long after the last `take` nothing idle is kept any more.
     """
 
-    def __init__(
-        self, limit: int, *, threads: int | None = None, seconds: float | None = None
-    ) -> None:
+    def __init__(self, limit: int, *, seconds: float | None = None) -> None:
         self.limit = limit
         self._seconds = seconds
         self._until = 0.0
         self._timed = False  # whether a thread waits for that
-        self._threads = threads or cores()
         self._lock = threading.Lock()
         self._idle: dict[int, deque[_Range]] = {}  # by size; what came back last stands last
         self._idle_bytes = 0
@@ -67,13 +64,16 @@ class Pool:
         wanted = [paged(max(size, 1)) for size in sizes]
         with self._lock:
             self._settle()
-            found = [self._reuse(nbytes) for nbytes in wanted]
+            # The newest of those that came back: its pages are the warmest.
+            same = [self._idle.get(nbytes) for nbytes in wanted]
+            found = [ranges.pop() if ranges else None for ranges in same]
+            self._idle_bytes -= sum(one.nbytes for one in found if one is not None)
             fresh = sum(n for n, one in zip(wanted, found, strict=True) if one is None)
             self._evict(self.limit - fresh)  # what fitted nothing makes room for what is new
             self._put_off()
         if fresh:
             mapping = Mapping(fresh)
-            populate(mapping.address, fresh, self._threads)
+            populate(mapping.address, fresh, cores())
             at = mapping.address
             for index, nbytes in enumerate(wanted):
                 if found[index] is None:
@@ -86,13 +86,6 @@ class Pool:
         with self._lock:
             self._closed = True
             self._settle()
-
-    def _reuse(self, nbytes: int) -> _Range | None:
-        same = self._idle.get(nbytes)
-        if not same:
-            return None
-        self._idle_bytes -= nbytes
-        return same.pop()  # the newest: its pages are the warmest
 
     def _lend(self, one: _Range, nbytes: int) -> torch.Tensor:
         block = (ctypes.c_ubyte * max(nbytes, 1)).from_address(one.address)
@@ -152,10 +145,9 @@ class Pool:
 class Pooled(PlainWorkspace):
     """Memory from a pool, copies on several threads or by one kernel."""
 
-    def __init__(self, pool: Pool | None, threads: int | None = None) -> None:
+    def __init__(self, pool: Pool | None) -> None:
         self._pool = pool
         self._tables = kernels.Tables()
-        self._threads = threads or cores()
 
     def room(
         self, sizes: Sequence[int], device: torch.device | str = "cpu"
@@ -174,7 +166,7 @@ class Pooled(PlainWorkspace):
     def copy(
         self, moves: Moves, *, alone: bool = True, also: Sequence[Callable[[], object]] = ()
     ) -> None:
-        vectors.copy(moves, self._threads if alone else 1, also)
+        vectors.copy(moves, cores() if alone else 1, also)
 
     def copy_on_device(self, pairs: Pairs) -> None:
         here: dict[int, list[tuple[int, int, int, int]]] = {}

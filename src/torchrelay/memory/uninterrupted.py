@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import contextvars
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import nullcontext
 from typing import TypeVar
 
 import torch
@@ -29,13 +29,16 @@ def uninterrupted(act: Callable[[], T], hurry: Callable[[], None] = lambda: None
     faults: list[BaseException] = []
     claim = threading.Lock()  # taken by the thread that acts, or by a caller that gave up before
     over = threading.Event()
-    modes, context = _modes_here(), contextvars.copy_context()
+    context = contextvars.copy_context()
+    # The modes that torch keeps per thread and a commit depends on, as this thread has them.
+    grad, inference = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
+    device = torch.cuda.device(torch.cuda.current_device()) if in_use() else nullcontext()
 
     def run() -> None:
         if not claim.acquire(blocking=False):
             return
         try:
-            with modes():
+            with torch.inference_mode(inference), torch.set_grad_enabled(grad), device:
                 results.append(context.run(act))
         except BaseException as fault:
             faults.append(fault)
@@ -60,17 +63,3 @@ def _wait_out(claim: threading.Lock, over: threading.Event, hurry: Callable[[], 
             wait_until_set(over)
     except BaseException:
         _wait_out(claim, over, hurry)
-
-
-def _modes_here() -> Callable[[], AbstractContextManager[None]]:
-    """The modes that torch keeps per thread and a commit depends on, as this thread has them."""
-    grad, inference = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
-    device = torch.cuda.current_device() if in_use() else None
-
-    @contextmanager
-    def modes() -> Iterator[None]:
-        on_device = nullcontext() if device is None else torch.cuda.device(device)
-        with torch.inference_mode(inference), torch.set_grad_enabled(grad), on_device:
-            yield
-
-    return modes

@@ -142,14 +142,10 @@ def _read(pid: int, here: Ends, there: Ends, nbytes: int) -> None:
 def read_bytes(pid: int, address: int, nbytes: int) -> bytes:
     """A few bytes of another process's memory."""
     buffer = ctypes.create_string_buffer(nbytes)
-    read_run(pid, address, ctypes.addressof(buffer), nbytes)
-    return buffer.raw
-
-
-def read_run(pid: int, address: int, destination: int, nbytes: int) -> None:
-    """Copy one run of bytes from the memory of process `pid` to an address of this one."""
-    here, there = (np.array([[end, nbytes]], np.uint64) for end in (destination, address))
+    ends = (ctypes.addressof(buffer), address)
+    here, there = (np.array([[end, nbytes]], np.uint64) for end in ends)
     _read(pid, here, there, nbytes)
+    return buffer.raw
 
 
 def copy(moves: Moves, threads: int = 1, others: Sequence[Job] = ()) -> None:

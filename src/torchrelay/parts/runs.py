@@ -20,7 +20,7 @@ import numpy as np
 from torchrelay.errors import RemoteProtocolError
 from torchrelay.geometry.boxes import Numbers
 from torchrelay.geometry.strides import contiguous_strides
-from torchrelay.record.numbers import pack_column, unpack_column
+from torchrelay.record.schema import pack_column, unpack_column
 
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 

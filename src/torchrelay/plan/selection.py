@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from torchrelay.arguments import matches
 from torchrelay.errors import MismatchError
-from torchrelay.patterns import matches
 from torchrelay.state.paths import Path, dotted
 
 _MAX_NAMED, _MAX_NAMED_EACH = 1 << 24, 1 << 8

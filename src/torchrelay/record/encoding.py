@@ -13,6 +13,7 @@ from __future__ import annotations
 import base64
 import binascii
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any, NamedTuple
 
 import msgspec
@@ -23,9 +24,8 @@ from torchrelay.errors import FormatError, ManifestError
 from torchrelay.record.checks.images import Mode
 from torchrelay.record.checks.record import check
 from torchrelay.record.manifest import MAX_ENCODED_BYTES, MAX_RECORD_BYTES, Size
-from torchrelay.record.numbers import pack_column, unpack_column
 from torchrelay.record.pause import gc_paused
-from torchrelay.record.schema import VERSION, Record
+from torchrelay.record.schema import VERSION, Record, pack_column, unpack_column
 
 READABLE = 1 << 15  # numbers of a column that is a list at rest
 # Raised by a decoder for bytes that are not a record.
@@ -65,36 +65,29 @@ def read_column(kind: Any, data: Any) -> Any:
 
 
 class _Form(NamedTuple):
-    """How records are read from one kind of bytes. `unknown` makes the error for a version."""
+    """How records are read from one kind of bytes, and how another version of them is refused."""
 
     record: Any
     head: Any
-    unknown: Callable[[tuple[int, int]], ManifestError]
-
-
-def _unknown_peer(version: tuple[int, int]) -> ManifestError:
-    return ManifestError(
-        f"a record of version {version[0]}.{version[1]}, this library reads {VERSION[0]}.x: "
-        "use the same version of torchrelay on both sides"
-    )
-
-
-def _unknown_step(version: tuple[int, int]) -> FormatError:
-    return FormatError(
-        f"a checkpoint of format {version[0]}.{version[1]}, this version reads format "
-        f"{VERSION[0]}: read it with the torchrelay that wrote it"
-    )
+    unknown: type[ManifestError]
+    text: str
 
 
 _wire_encoder = msgspec.msgpack.Encoder(enc_hook=pack_column)
 _wire = _Form(
     msgspec.msgpack.Decoder(Record, dec_hook=read_column),
     msgspec.msgpack.Decoder(_Head),
-    _unknown_peer,
+    ManifestError,
+    "a record of version {}.{}, this library reads {}.x: use the same version of torchrelay on "
+    "both sides",
 )
 _rest_encoder = msgspec.json.Encoder(enc_hook=_as_list)
 _rest = _Form(
-    msgspec.json.Decoder(Record, dec_hook=read_column), msgspec.json.Decoder(_Head), _unknown_step
+    msgspec.json.Decoder(Record, dec_hook=read_column),
+    msgspec.json.Decoder(_Head),
+    FormatError,
+    "a checkpoint of format {}.{}, this version reads format {}: read it with the torchrelay that "
+    "wrote it",
 )
 _sealed = msgspec.json.Decoder(_Sealed)
 
@@ -162,23 +155,16 @@ def _decoded(
         try:
             record: Record = form.record.decode(data)
             if record.version[0] != VERSION[0]:
-                raise form.unknown(record.version)
+                raise ManifestError("another version")
             check(record, mode, in_time)
         except (ManifestError, *FAULTS) as fault:
-            version = _version_in(form, data)
+            version = VERSION
+            with suppress(*FAULTS):
+                version = form.head.decode(data).version
             # A later version may have fields and kinds that are new.
             if version[0] != VERSION[0] or version > VERSION:
-                raise form.unknown(version) from None
+                raise form.unknown(form.text.format(*version, VERSION[0])) from None
             if isinstance(fault, ManifestError):
                 raise
             raise ManifestError(f"not a record: {fault}") from None
     return record
-
-
-def _version_in(form: _Form, data: Any) -> tuple[int, int]:
-    """The version of what may be the record of another one; ours where it cannot be read."""
-    try:
-        version: tuple[int, int] = form.head.decode(data).version
-    except FAULTS:
-        return VERSION
-    return version

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import msgspec
 import numpy as np
@@ -10,7 +10,7 @@ import numpy as np
 from torchrelay.errors import ManifestError
 from torchrelay.geometry.boxes import Numbers
 from torchrelay.record.kinds import KindTable
-from torchrelay.record.schema import ImageKind, Record, column_of
+from torchrelay.record.schema import ImageKind, Record, column_of, runs
 
 _none: Numbers = np.zeros(0, np.int64)
 
@@ -25,13 +25,14 @@ def with_boxes(outlined: Record, names: Sequence[str], parts: Sequence[Record]) 
     known = {name: image for image, name in enumerate(names)}
     pieces = KindTable()  # how a part cuts its boxes of an image
     of_images, of_pieces, volumes, starts = [_none], [_none], [_none], [_none]
-    first = 0
+    objects, first = [], 0
     for part in parts:
         of_images.append(_images(part, known))
         numbers = np.array([pieces.image(kind) for kind in part.image_kinds], np.int64)
-        of_pieces.append(numbers[part.image_kind] if part.images else _none)
+        of_pieces.append(numbers[part.image_kind])
         volumes.append(part.box_volumes + first)
         starts.append(part.box_starts)
+        objects += [msgspec.structs.replace(o, volume=first + o.volume) for o in part.objects]
         first += len(part.volumes)
     images, which = np.concatenate(of_images), np.concatenate(of_pieces)
     counts = np.array([kind.count for kind in pieces.images], np.int64)[which]
@@ -52,7 +53,7 @@ def with_boxes(outlined: Record, names: Sequence[str], parts: Sequence[Record]) 
             made[key] = wholes.image(kind), places
         whole, places = made[key]
         kinds.append(whole)
-        boxes.append(_runs(begins[rows], counts[rows])[places])
+        boxes.append(runs(begins[rows], counts[rows])[places])
     found = np.concatenate(boxes)
     return msgspec.structs.replace(
         outlined,
@@ -61,7 +62,7 @@ def with_boxes(outlined: Record, names: Sequence[str], parts: Sequence[Record]) 
         volumes=tuple(volume for part in parts for volume in part.volumes),
         volume_of=column_of(np.concatenate(volumes)[found]),
         starts=np.concatenate(starts)[found] if len(found) else None,
-        objects=tuple(_objects(parts)),
+        objects=tuple(objects),
     )
 
 
@@ -75,15 +76,6 @@ def _images(part: Record, known: dict[str, int]) -> Numbers:
         path = names[found.index(None)]
         raise ManifestError("a tensor that was written is in no rank's state", path=path)
     return np.array(found, np.int64)
-
-
-def _runs(begins: Numbers, counts: Numbers) -> Numbers:
-    """The numbers of the boxes in some runs of them."""
-    if (counts == 1).all():
-        return begins
-    before = np.cumsum(counts) - counts
-    found: Numbers = np.arange(counts.sum()) + np.repeat(begins - before, counts)
-    return found
 
 
 def _together(
@@ -108,11 +100,3 @@ def _together(
         order = np.lexsort(offsets.T[::-1])
     columns = (column[order].reshape(-1) for column in (offsets, sizes))
     return ImageKind(outlined.dtype, shape, strides, len(order), *columns), order
-
-
-def _objects(parts: Sequence[Record]) -> Iterator[msgspec.Struct]:
-    first = 0
-    for part in parts:
-        for one in part.objects:
-            yield msgspec.structs.replace(one, volume=first + one.volume)
-        first += len(part.volumes)

@@ -8,19 +8,16 @@ that only this library looks at has its keys spelled in those.
 
 from __future__ import annotations
 
-import math
 import struct
 from collections.abc import Collection, Iterable, Sequence
-from typing import cast
 
 from torchrelay.errors import ManifestError
-from torchrelay.record.values import BigInt, Float, Key, Text, TupleKey, decode_key, decode_value
+from torchrelay.record.values import BigInt, Key, Text, TupleKey, decode_key
 
 # So many keys take a second, or two, if all of them collide.
 MAX_NUMBER_KEYS = 1 << 15
 MAX_OTHER_KEYS = 1 << 12
 MAX_KEY_ITEMS = 1 << 16  # of tuples, those in them included
-_PLAIN = frozenset((str, int, bool, type(None)))
 
 
 def identity(key: Key) -> str | bytes:
@@ -28,37 +25,21 @@ def identity(key: Key) -> str | bytes:
 
     NaNs of the same bits have one identity, though a dict may hold several.
     """
-    if type(key) is str:
-        return key
-    if not isinstance(key, TupleKey):
-        value = decode_value(key)
-        if isinstance(value, str):
-            return value
-        return _spelled(value)
-    out: list[bytes] = []
-    _spell(key, out)
-    return b"".join(out)
-
-
-def _spell(key: Key, out: list[bytes]) -> None:
-    if isinstance(key, TupleKey):
-        out.append(b"(%d:" % len(key.items))
-        for item in key.items:
-            _spell(item, out)
-        return
-    spelled = identity(key)
-    if isinstance(spelled, str):
-        spelled = spelled.encode("utf-8", "surrogatepass")
-        out.append(b"s%d:" % len(spelled))
-    out.append(spelled)
+    value = key if type(key) in (str, int) else decode_key(key)
+    return value if isinstance(value, str) else _spelled(value)
 
 
 def _spelled(value: object) -> bytes:
-    if isinstance(value, float) and not (math.isfinite(value) and value.is_integer()):
+    if type(value) is int:  # most keys that are not text
+        return b"i%x:" % value
+    if isinstance(value, tuple):
+        return b"(%d:%b" % (len(value), b"".join(map(_spelled, value)))
+    if isinstance(value, str):
+        text = value.encode("utf-8", "surrogatepass")
+        return b"s%d:%b" % (len(text), text)
+    if isinstance(value, float) and not value.is_integer():  # neither is NaN, nor infinity
         return b"f" + struct.pack("<d", value)
-    if isinstance(value, (int, float)):
-        return b"i%x:" % int(value)
-    return b"none"
+    return b"i%x:" % int(value) if isinstance(value, (int, float)) else b"none"
 
 
 def identities(keys: Iterable[Key]) -> list[str | bytes]:
@@ -109,19 +90,16 @@ class KeyLimits:
         if not {str}.issuperset(map(type, keys)):
             if (found := self.problem(keys)) is not None:
                 raise ManifestError(found)
-            for key in keys:
-                if type(key) not in _PLAIN:
-                    decode_key(key)  # raises for what no key encodes to
-            # Each NaN is a key of its own.
-            different = [identity(key) for key in keys if not _has_nan(key)]
+            # Each NaN is a key of its own. Decoding raises for what no key encodes to.
+            different = [
+                identity(key) for key in keys if type(key) is int or not _has_nan(decode_key(key))
+            ]
         if len(set(different)) != len(different):
             raise ManifestError("a dict has one key twice")
 
 
-def _has_nan(key: Key) -> bool:
-    if isinstance(key, TupleKey):
-        return any(map(_has_nan, key.items))
-    return isinstance(key, Float) and math.isnan(cast("float", decode_value(key)))
+def _has_nan(value: object) -> bool:
+    return any(map(_has_nan, value)) if isinstance(value, tuple) else value != value
 
 
 def _items(key: Key) -> int:

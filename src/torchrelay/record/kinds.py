@@ -8,7 +8,6 @@ import msgspec
 
 from torchrelay.geometry.boxes import Numbers
 from torchrelay.record import manifest as m
-from torchrelay.record.numbers import pack_column
 from torchrelay.record.schema import (
     VERSION,
     ImageKind,
@@ -18,6 +17,7 @@ from torchrelay.record.schema import (
     Sharding,
     StateOutline,
     column_of,
+    pack_column,
 )
 
 _encode = msgspec.msgpack.Encoder(enc_hook=pack_column).encode

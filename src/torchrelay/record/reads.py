@@ -19,8 +19,7 @@ from torchrelay.record.checks.images import check_column
 from torchrelay.record.dtypes import itemsize
 from torchrelay.record.encoding import FAULTS, read_column
 from torchrelay.record.manifest import MAX_LEAVES, MAX_STREAM_BYTES
-from torchrelay.record.numbers import pack_column
-from torchrelay.record.schema import Column, Record
+from torchrelay.record.schema import Column, Record, pack_column
 
 
 class Reads(msgspec.Struct, frozen=True, omit_defaults=True, dict=True):
@@ -96,23 +95,19 @@ def _check(reads: Reads, record: Record) -> None:
     check_column(some, len(some), count, "reads of boxes")
     if (some[1:] <= some[:-1]).any():
         raise ManifestError("reads of boxes are out of order")
-    kinds = record.image_kind[reads.images[some]] if len(some) else some
-    counts = _dims(record)[kinds] if len(some) else some
+    kinds = record.image_kind[reads.images[some]]
+    counts = _dims(record)[kinds]
     for column in (reads.offsets, reads.sizes):
         if (0 if column is None else len(column)) != int(counts.sum()):
             raise ManifestError("a read of a box of other dimensions than its image")
+    if not counts.all():
+        raise ManifestError("a read of a box of an image without dimensions")
     if len(some):
-        _check_boxes(reads, record, kinds, counts)
+        assert reads.offsets is not None and reads.sizes is not None
+        lengths = [kind.columns[1][0] for kind in record.image_kinds]  # of the box that is there
+        room = np.concatenate([lengths[kind] for kind in kinds.tolist()])
+        if ((reads.sizes > room) | (reads.offsets > room - reads.sizes)).any():
+            raise ManifestError("a read of a box that reaches out of its image")
     total = record.box_bytes[reads.images].sum(dtype=np.float64)
     if total > MAX_STREAM_BYTES:
         raise ManifestError(f"reads of more than the cap of {MAX_STREAM_BYTES} bytes")
-
-
-def _check_boxes(reads: Reads, record: Record, kinds: Numbers, counts: Numbers) -> None:
-    if not counts.all():
-        raise ManifestError("a read of a box of an image without dimensions")
-    lengths = [kind.columns[1][0] for kind in record.image_kinds]  # of the box that is there
-    room = np.concatenate([lengths[kind] for kind in kinds.tolist()])
-    assert reads.offsets is not None and reads.sizes is not None
-    if ((reads.sizes > room) | (reads.offsets > room - reads.sizes)).any():
-        raise ManifestError("a read of a box that reaches out of its image")

@@ -58,8 +58,6 @@ class LeafRows(Sequence[m.Leaf]):
     def is_image(self) -> Marks:
         """Whether each row is all of its image; else it is a view of one of bytes."""
         shapes, image_shapes = self.record.shapes
-        if not len(self.kinds):
-            return np.zeros(0, bool)
         strided = np.array(
             [kind.strides is not None and kind.sharding < 0 for kind in self.record.kinds], bool
         )
@@ -70,18 +68,15 @@ class LeafRows(Sequence[m.Leaf]):
     @cached_property
     def is_sharded(self) -> Marks:
         """Whether each row is a distributed tensor."""
-        marks = np.array([kind.sharding >= 0 for kind in self.record.kinds], bool)
-        return marks[self.kinds] if len(marks) else np.zeros(0, bool)
+        return np.array([kind.sharding >= 0 for kind in self.record.kinds], bool)[self.kinds]
 
     def __getitem__(self, index: Any) -> Any:
-        if isinstance(index, slice):
-            return [self[n] for n in range(*index.indices(len(self)))]
-        if not -len(self) <= index < len(self):
-            raise IndexError(index)
-        index %= len(self)
-        if index in self.others:
-            return self.others[index]
-        return self.row(int(np.searchsorted(self.leaves, index)))
+        found = range(len(self))[index]
+        if isinstance(found, range):
+            return [self[n] for n in found]
+        if found in self.others:
+            return self.others[found]
+        return self.row(int(np.searchsorted(self.leaves, found)))
 
     def __iter__(self) -> Iterator[m.Leaf]:
         found: list[Any] = [None] * len(self)

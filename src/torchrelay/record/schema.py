@@ -19,11 +19,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import cached_property
 from math import prod
-from typing import Annotated
+from typing import Annotated, Any, cast
 
 import msgspec
 import numpy as np
 
+from torchrelay.errors import ManifestError
 from torchrelay.geometry.boxes import Box as Bounds
 from torchrelay.geometry.boxes import Numbers
 from torchrelay.geometry.chunks import ALIGN
@@ -298,8 +299,7 @@ class Record(_MapRecord, frozen=True, kw_only=True):
     @cached_property
     def first_boxes(self) -> Numbers:
         """The first box of each image; and the number of all boxes."""
-        counts = self.box_counts[self.image_kind] if self.images else self.image_kind
-        return np.concatenate([[0], np.cumsum(counts)])
+        return np.concatenate([[0], np.cumsum(self.box_counts[self.image_kind])])
 
     @property
     def boxes(self) -> int:
@@ -310,12 +310,8 @@ class Record(_MapRecord, frozen=True, kw_only=True):
         if not self.images:
             return np.zeros(0, np.int64)
         nbytes = np.concatenate([kind.nbytes for kind in self.image_kinds])
-        if (self.box_counts == 1).all():
-            return nbytes[self.image_kind]
         begins = np.cumsum(self.box_counts) - self.box_counts
-        shift = begins[self.image_kind] - self.first_boxes[:-1]
-        box = np.arange(self.boxes) + np.repeat(shift, self.box_counts[self.image_kind])
-        found: Numbers = nbytes[box]
+        found: Numbers = nbytes[runs(begins[self.image_kind], self.box_counts[self.image_kind])]
         return found
 
     @cached_property
@@ -375,6 +371,15 @@ def shape_numbers(kinds: Sequence[LeafKind | ImageKind], known: dict[bytes, int]
     return np.array([known.setdefault(one, len(known)) for one in spelled], np.int64)
 
 
+def runs(begins: Numbers, counts: Numbers) -> Numbers:
+    """The numbers in runs of them, one run after the other."""
+    if (counts == 1).all():
+        return begins
+    before = np.cumsum(counts) - counts
+    found: Numbers = np.arange(counts.sum()) + np.repeat(begins - before, counts)
+    return found
+
+
 def zeros_or(column: Column, count: int) -> Numbers:
     return np.zeros(count, np.int64) if column is None else column
 
@@ -382,3 +387,27 @@ def zeros_or(column: Column, count: int) -> Numbers:
 def column_of(numbers: Numbers) -> Column:
     """A column; None where all numbers are 0."""
     return numbers if numbers.any() else None
+
+
+# Columns as bytes: one byte with the width of a number, then the numbers, little-endian.
+_WIDTHS = {1: "<u1", 2: "<u2", 4: "<u4", 8: "<u8"}
+
+
+def pack_column(numbers: Numbers) -> bytes:
+    """Numbers from 0 on, in the narrowest of the widths that all of them fit into."""
+    most = int(numbers.max()) if numbers.size else 0
+    if numbers.size and int(numbers.min()) < 0:
+        raise ManifestError(f"{int(numbers.min())} in a column of numbers from 0 on")
+    width = next(width for width in _WIDTHS if width == 8 or most < 1 << 8 * width)
+    return bytes([width]) + numbers.reshape(-1).astype(_WIDTHS[width]).tobytes()
+
+
+def unpack_column(data: bytes) -> Numbers:
+    """Undo `pack_column`; `ValueError` for other bytes, and for numbers past 63 bits."""
+    width = data[0] if data else 0
+    if width not in _WIDTHS or (len(data) - 1) % width:
+        raise ValueError(f"a column of {len(data)} bytes")
+    column: Any = np.frombuffer(data, _WIDTHS[width], offset=1).astype(np.int64)
+    if width == 8 and len(column) and int(column.min()) < 0:
+        raise ValueError("a number past 63 bits")
+    return cast("Numbers", column)

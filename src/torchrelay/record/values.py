@@ -57,6 +57,8 @@ def _bits(value: float) -> int:
 
 
 def _float(bits: int) -> float:
+    if not 0 <= bits < 1 << 64:
+        raise ValueError(f"{bits} is not a 64-bit pattern")
     return float(struct.unpack("<d", struct.pack("<Q", bits))[0])
 
 
@@ -85,13 +87,13 @@ def encode_value(value: object) -> Value:
 def decode_value(record: Value) -> object:
     """Undo `encode_value`. `ValueError` for a record that no value encodes to."""
     if isinstance(record, Float):
-        return _float(_checked_bits(record.bits))
+        return _float(record.bits)
     if isinstance(record, BigInt):
         return _big_int(record.hex)
     if isinstance(record, Text):
         return record.data.decode("utf-8", "surrogatepass")
     if isinstance(record, Complex):
-        return complex(_float(_checked_bits(record.real)), _float(_checked_bits(record.imag)))
+        return complex(_float(record.real), _float(record.imag))
     if isinstance(record, Bytes):
         return record.data
     return record
@@ -112,12 +114,6 @@ def decode_key(record: Key) -> object:
     if isinstance(record, TupleKey):
         return tuple([k if type(k) in _AS_IT_IS else decode_key(k) for k in record.items])
     return decode_value(record)
-
-
-def _checked_bits(bits: int) -> int:
-    if not 0 <= bits < 1 << 64:
-        raise ValueError(f"{bits} is not a 64-bit pattern")
-    return bits
 
 
 def _big_int(text: str) -> int:

@@ -15,6 +15,7 @@ from typing import Annotated, TypeVar
 
 import msgspec
 
+from torchrelay.arguments import items_of
 from torchrelay.deadlines import Deadline
 from torchrelay.errors import (
     EndpointError,
@@ -24,7 +25,6 @@ from torchrelay.errors import (
     StepNotFoundError,
     UsageError,
 )
-from torchrelay.items import items_of
 from torchrelay.memory.crew import Crew
 from torchrelay.record.encoding import content_digest, decode_at_rest
 from torchrelay.record.schema import Record

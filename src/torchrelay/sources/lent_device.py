@@ -26,7 +26,7 @@ from torchrelay.sources.lent_memory import (
     asked,
     check_near,
 )
-from torchrelay.stores.seam import DeviceRun
+from torchrelay.stores.seam import DataReader, DeviceRun
 from torchrelay.stores.writer.frames import has_hung_up
 from torchrelay.transports.routes.cuda.handles import (
     Export,
@@ -147,10 +147,9 @@ class DeviceLentStep:
             self._lent.pop().close()
 
 
-class DeviceReader:
-    """A volume in memory of a GPU, for what lands in host memory. See `stores.seam.DataReader`."""
-
-    cold = batched = False
+class DeviceReader(DataReader):
+    """A volume in memory of a GPU, which is not written to while it is lent, for what lands in host
+    memory."""
 
     def __init__(self, step: DeviceLentStep, name: str) -> None:
         self._step = step
@@ -169,9 +168,3 @@ class DeviceReader:
     def read_cached(self, position: int, buffers: Sequence[memoryview]) -> bool:
         self.read_into(position, buffers)
         return True
-
-    def unchanged(self) -> bool:
-        return True  # it is not written to while it is lent
-
-    def close(self) -> None:
-        """Nothing: its step gives the memory back."""

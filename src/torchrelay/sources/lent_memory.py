@@ -180,7 +180,6 @@ class MappedReader:
             return self._range
 
     def memory(self, position: int, nbytes: int) -> memoryview | None:
-        """See `stores.seam.MappableReader`."""
         return self._mapped.view(position, nbytes)
 
     def read_into(self, position: int, buffers: Sequence[memoryview]) -> None:

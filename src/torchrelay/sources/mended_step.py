@@ -20,7 +20,7 @@ from torchrelay.record.schema import Record, VolumeRecord
 from torchrelay.sources.remote_step import RemoteReader, digest_of
 from torchrelay.sources.seam import Opened
 from torchrelay.sources.suppliers import Supplier, Suppliers
-from torchrelay.stores.seam import DataReader, MappableReader
+from torchrelay.stores.seam import DataReader
 
 _FAULTS = (RelayError, OSError, EOFError)
 
@@ -188,8 +188,7 @@ class MendedReader:
         return self._first.read_cached(position, buffers)
 
     def memory(self, position: int, nbytes: int) -> memoryview | None:
-        """See `stores.seam.MappableReader`."""
-        if not isinstance(self._first, MappableReader) or self._patched(position, nbytes):
+        if self._first is None or self._patched(position, nbytes):
             return None
         return self._first.memory(position, nbytes)
 

@@ -158,7 +158,6 @@ class RemoteReader:
         return mapped is not None and mapped.read_cached(position, buffers)
 
     def memory(self, position: int, nbytes: int) -> memoryview | None:
-        """See `stores.seam.MappableReader`."""
         mapped = self._suppliers.mapped(self._file.name) if self._mapped else None
         return None if mapped is None else mapped.memory(position, nbytes)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import os
 
 from torchrelay.deadlines import Deadline
@@ -11,7 +10,7 @@ from torchrelay.memory.bounded import bounded
 from torchrelay.sources.seam import Opened
 from torchrelay.stores.locate import OBJECTS, directory_at, open_store, scheme_of
 from torchrelay.stores.opening import open_step
-from torchrelay.stores.retry import Retry
+from torchrelay.stores.retry import Retry, storage_faults
 from torchrelay.stores.seam import Store
 
 
@@ -37,14 +36,8 @@ class StoreSource:
                     "no such directory: check the path, or pass the Checkpointer of a new run",
                     file=self.name,
                 )
-            try:
+            with storage_faults("list the steps", self.name):
                 return _patience(deadline)(self._store.steps)
-            except OSError as fault:
-                reason = fault.strerror or str(fault)
-                if fault.errno == errno.EILSEQ:
-                    reason += "; rename or remove that object, or keep steps under another prefix"
-                place = str(fault.filename or self.name)
-                raise CheckpointError(f"cannot list the steps: {reason}", file=place) from fault
 
         return bounded(look, deadline.early(), "list the steps", file=self.name)
 

@@ -18,8 +18,8 @@ import torch
 from torchrelay.errors import RelayError, UnsupportedLeafError
 from torchrelay.geometry.strides import contiguous_strides
 from torchrelay.record import manifest as m
-from torchrelay.record.arrays import dtype_from_text, dtype_to_text
 from torchrelay.record.checks.leaves import SUB_BYTE, packed_bytes
+from torchrelay.record.dtypes import dtype_from_text, dtype_to_text
 from torchrelay.record.manifest import parts
 from torchrelay.record.values import decode_value, encode_value
 from torchrelay.state import tensors as t

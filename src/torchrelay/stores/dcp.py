@@ -14,7 +14,7 @@ import threading
 from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, TypeVar
 from uuid import uuid4
 
@@ -34,16 +34,9 @@ from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, W
 from torch.futures import Future
 
 from torchrelay.deadlines import seconds_of
-from torchrelay.errors import (
-    StorageTimeoutError,
-    TornStateError,
-    UnsupportedLeafError,
-    UsageError,
-)
+from torchrelay.errors import StorageTimeoutError, TornStateError, UnsupportedLeafError, UsageError
 from torchrelay.landing.commit.ending import TORN
-from torchrelay.landing.packed import unpack
 from torchrelay.memory.bounded import bounded
-from torchrelay.plan.at_rest import describe
 from torchrelay.plan.region import Region
 from torchrelay.record.encoding import encode
 from torchrelay.record.schema import ObjectBytes, Record
@@ -51,16 +44,15 @@ from torchrelay.steps import check_step
 from torchrelay.stores.local.root import token
 from torchrelay.stores.locate import open_store, scheme_of, split_step
 from torchrelay.stores.opening import OpenedStep, open_step
-from torchrelay.stores.reading.box_reads import Wave, asked_for, waves
+from torchrelay.stores.reading.box_reads import Wave, waves
 from torchrelay.stores.reading.fetch import Fetch
 from torchrelay.stores.seam import Store
 from torchrelay.stores.shares.commit_record import commit_record, decode_shares
 from torchrelay.stores.shares.layout import FILE_BYTES, arrange
-from torchrelay.stores.shares.share import Share, ShareContents
+from torchrelay.stores.shares.share import Share
 from torchrelay.stores.step_draft import StepDraft
-from torchrelay.stores.torch_plans import objects
+from torchrelay.stores.torch_plans import items
 from torchrelay.stores.torch_plans.flattened import ValueTree, outline_of
-from torchrelay.stores.torch_plans.items import resolve_items
 from torchrelay.stores.torch_plans.metadata import AsPlanned, Unknown, as_planned
 
 Place = str | os.PathLike[str]
@@ -201,9 +193,8 @@ class Writer(_AtPlace, StorageWriter):
             fqn: str(path[0]) if len(path) > 1 else None
             for fqn, path in (plan.planner_data or {}).items()
         }
-        contents = resolve_items(plan.items, planner, tops)
-        values = _values(contents)
-        layouts = arrange(contents.all_entries(), told.rank, told.world, self._file_bytes)
+        contents, values = items.resolve_items(plan.items, planner, tops)
+        layouts = arrange(contents.entries, told.rank, told.world, self._file_bytes)
         share = Share(contents, layouts)
         if self._draft is not None:
             draft = self._draft.files
@@ -246,19 +237,6 @@ class Writer(_AtPlace, StorageWriter):
         return StorageMeta(checkpoint_id=self.checkpoint_id, save_id=self.save_id)
 
 
-def _values(contents: ShareContents) -> dict[str, ValueTree]:
-    """Objects that are plain values go into the commit record, and not into a file."""
-    values = {}
-    for name, (kind, data) in list(contents.objects.items()):
-        if kind == objects.STATE:
-            found = describe(unpack(data)).record
-            if not found.images:
-                (outline,) = found.outlines
-                values[name] = ValueTree(outline.tree, outline.others)
-                del contents.objects[name]
-    return values
-
-
 class Reader(_AtPlace, StorageReader):
     """Reads one step: that of its place's name, or `step`, or the newest that is committed.
 
@@ -277,12 +255,11 @@ class Reader(_AtPlace, StorageReader):
         super().__init__(path, step, timeout)
         self._verify = verify
         self.load_id = str(uuid4())
-        self._forget()
 
     def _forget(self) -> None:
         """Read the record again: since the last load the step may have been replaced."""
-        self._held: OpenedStep | None = None
-        self._planned: AsPlanned | None = None
+        for known in ("_opened", "planned"):
+            self.__dict__.pop(known, None)
 
     def reset(self, checkpoint_id: Place | None = None) -> None:
         self.load_id = str(uuid4())
@@ -295,26 +272,17 @@ class Reader(_AtPlace, StorageReader):
         """The commit record of the step that is read."""
         return self._opened.record
 
-    @property
+    @cached_property
     def _opened(self) -> OpenedStep:
-        if self._held is None:
-            step = self._named_step
-            self._held = self._within("open the step", lambda: open_step(self._store, step))
-        return self._held
+        return self._within("open the step", lambda: open_step(self._store, self._named_step))
 
-    @property
+    @cached_property
     def planned(self) -> AsPlanned:
-        if self._planned is None:
-            self._planned = as_planned(self.record)
-        return self._planned
+        return as_planned(self.record)
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         self._forget()
-        told = StorageMeta(
-            checkpoint_id=self.checkpoint_id,
-            save_id=self.record.saved.save_id,
-            load_id=self.load_id,
-        )
+        told = StorageMeta(self.checkpoint_id, self.record.saved.save_id, self.load_id)
         return dataclasses.replace(
             self.planned.metadata, storage_meta=told, version=CURRENT_DCP_VERSION
         )
@@ -332,32 +300,28 @@ class Reader(_AtPlace, StorageReader):
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         stored = self.planned.tensors
-        wishes = []
-        committed = []
-        for item in plan.items:
-            if item.type == LoadItemType.BYTE_IO:
-                continue
-            place = planner.resolve_tensor(item).detach()
-            wishes.append(asked_for(item, stored[item.storage_index.fqn], place))
-            committed.append((item, place))
-        planned = waves(wishes)
+        objects = [item for item in plan.items if item.type == LoadItemType.BYTE_IO]
+        places = [
+            (item, planner.resolve_tensor(item).detach())
+            for item in plan.items
+            if item.type != LoadItemType.BYTE_IO
+        ]
+        planned = waves(
+            items.asked_for(item, stored[item.storage_index.fqn], place) for item, place in places
+        )
         if self._verify:
             for wave in planned:
                 fetch = Fetch(self._opened.files, self.record, wave.wanted)
                 self._within("read the step", fetch.check)
         kept = {one.name: one for one in self.record.objects}
-        given = [
-            (item, self._object(item, kept.get(item.storage_index.fqn), planner))
-            for item in plan.items
-            if item.type == LoadItemType.BYTE_IO
-        ]
+        given = [self._object(item, kept.get(item.storage_index.fqn), planner) for item in objects]
         while planned:
             wave = planned.pop(0)
             self._land(wave)
             wave.finish()
-        for item, place in committed:
+        for item, place in places:
             planner.commit_tensor(item, place)
-        for item, data in given:
+        for item, data in zip(objects, given, strict=True):
             planner.load_bytes(item, data)
         done: Future[None] = Future()
         done.set_result(None)
@@ -375,26 +339,20 @@ class Reader(_AtPlace, StorageReader):
         try:
             self._within("read the step", land, left)
         except StorageTimeoutError as fault:
-            raise TornStateError(
-                f"{TORN}: {fault.message}",
-                step=self.record.step,
-                phase="land",
-            ) from fault
+            text = f"{TORN}: {fault.message}"
+            raise TornStateError(text, step=self.record.step, phase="land") from fault
 
     def _object(self, item: ReadItem, blob: ObjectBytes | None, planner: LoadPlanner) -> Any:
         name = item.storage_index.fqn
         if blob is not None:
-            return objects.give(blob.kind, self._bytes(blob), planner, name)
+            data = torch.empty(blob.nbytes, dtype=torch.uint8, device="cpu")
+            wanted = {blob.volume: [(blob.start, Region.row_major(data))]}
+            fetch = Fetch(self._opened.files, self.record, wanted)
+            self._within("read the step", partial(fetch.land, verify=self._verify))
+            return items.give(blob.kind, data.numpy().tobytes(), planner, name)
         value = self.planned.values[name]
         if isinstance(value, Unknown):
             raise UnsupportedLeafError(
                 "a leaf that torch's planners do not know: load it with Checkpointer", path=name
             )
-        return objects.archive(value)
-
-    def _bytes(self, blob: ObjectBytes) -> bytes:
-        data = torch.empty(blob.nbytes, dtype=torch.uint8, device="cpu")
-        wanted = {blob.volume: [(blob.start, Region.row_major(data))]}
-        fetch = Fetch(self._opened.files, self.record, wanted)
-        self._within("read the step", partial(fetch.land, verify=self._verify))
-        return data.numpy().tobytes()
+        return items.archive(value)

@@ -1,12 +1,15 @@
-"""Reads that fail in a way that may pass are tried again, until somebody's time is up."""
+"""Failures of storage: which reads are tried again, and how a failure is reported."""
 
 from __future__ import annotations
 
 import errno
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import TypeVar
+
+from torchrelay.errors import CheckpointError, RelayError
 
 logger = logging.getLogger("torchrelay")
 
@@ -59,3 +62,19 @@ class Retry:
 
 
 ONCE = Retry()
+
+
+@contextmanager
+def storage_faults(what: str, url: str, step: int | None = None) -> Iterator[None]:
+    """Within: a failure of the medium is a `CheckpointError`, "cannot {what}", that names the
+    file."""
+    try:
+        yield
+    except RelayError:  # some are OSErrors too
+        raise
+    except OSError as fault:
+        reason = fault.strerror or str(fault)
+        if fault.errno == errno.EILSEQ:
+            reason += "; rename or remove that object, or keep steps under another prefix"
+        file = str(fault.filename or url)
+        raise CheckpointError(f"cannot {what}: {reason}", step=step, file=file) from fault

@@ -84,29 +84,29 @@ class DataReader(Protocol):
     """
 
     nbytes: int
-    cold: bool  # whether most of it has to come from a slow medium
-    batched: bool  # whether few large reads are better than many small ones
+    cold: bool = False  # whether most of it has to come from a slow medium
+    batched: bool = False  # whether few large reads are better than many small ones
 
     def read_into(self, position: int, buffers: Sequence[memoryview]) -> None:
         """Fill the buffers one after the other from a byte position. `EOFError` if it is short."""
 
     def read_cached(self, position: int, buffers: Sequence[memoryview]) -> bool:
         """Fill the buffers from memory alone, or return False."""
-
-    def unchanged(self) -> bool:
-        """Whether the file has not been written to since it was first opened."""
-
-    def close(self) -> None: ...
-
-
-@runtime_checkable
-class MappableReader(DataReader, Protocol):
-    """A `DataReader` of memory that this process can map."""
+        return False
 
     def memory(self, position: int, nbytes: int) -> memoryview | None:
         """The bytes in place, which do not change while the step is open: whoever has compared them
         with their digests may copy them from there. None if they have to be read. `OSError` and
         `EOFError` as for `read_into`."""
+        return None
+
+    def unchanged(self) -> bool:
+        """Whether the file has not been written to since it was first opened."""
+        return True
+
+    def close(self) -> None:
+        """Release what is this reader's own, and not its step's."""
+        return
 
 
 class OpenStep(Protocol):

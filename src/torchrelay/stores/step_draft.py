@@ -19,6 +19,7 @@ from torchrelay.memory.bounded import bounded
 from torchrelay.pending import logger
 from torchrelay.record.schema import Record
 from torchrelay.stores.commit_point import commit_unknown
+from torchrelay.stores.retry import storage_faults
 from torchrelay.stores.seam import Draft, Store
 from torchrelay.stores.shares.commit_record import check_files, sealed
 
@@ -35,9 +36,7 @@ class StepDraft:
     def __init__(
         self, store: Store, step: int, token: str, left: Callable[[], float], *, overwrite: bool
     ) -> None:
-        self._store = store
-        self._step = step
-        self._left = left
+        self._store, self._step, self._left = store, step, left
         self.token = token
         self.files: Draft = store.draft(step, token, overwrite=overwrite)
         self.id = ""
@@ -120,18 +119,12 @@ class StepDraft:
     def _faults(self, phase: str, what: str, exists: str) -> Iterator[None]:
         """Failures of the medium as errors with step, phase and file."""
         try:
-            yield
+            with storage_faults(what, self._store.url):
+                try:
+                    yield
+                except FileExistsError as fault:
+                    text, file = f"Checkpoint already exists: {exists}", fault.filename
+                    raise StepExistsError(text, file=str(file or self._store.url)) from fault
         except RelayError as fault:
             fault.step, fault.phase = self._step, phase
             raise
-        except OSError as fault:
-            taken = isinstance(fault, FileExistsError)
-            kind = StepExistsError if taken else CheckpointError
-            raise kind(
-                f"Checkpoint already exists: {exists}"
-                if taken
-                else f"cannot {what}: {fault.strerror or fault}",
-                step=self._step,
-                phase=phase,
-                file=str(fault.filename or self._store.url),
-            ) from fault

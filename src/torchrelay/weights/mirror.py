@@ -13,7 +13,7 @@ import numpy as np
 from torchrelay.memory.host import host_block
 from torchrelay.parts.runs import Bytes, PartRuns, RunsBuilder
 from torchrelay.record.schema import VolumeRecord
-from torchrelay.stores.seam import WantedBox
+from torchrelay.stores.seam import DataReader, WantedBox
 
 
 class MirrorVolume:
@@ -72,10 +72,8 @@ class Mirror:
         return sum(one.runs.total for one in self.volumes.values())
 
 
-class MirrorReader:
-    """A volume, as far as the mirror has it. See `stores.seam.DataReader`."""
-
-    cold = batched = False
+class MirrorReader(DataReader):
+    """A volume, as far as the mirror has it."""
 
     def __init__(self, nbytes: int, volume: MirrorVolume | None) -> None:
         self.nbytes, self._volume = nbytes, volume
@@ -93,12 +91,6 @@ class MirrorReader:
     def read_cached(self, position: int, buffers: Sequence[memoryview]) -> bool:
         self.read_into(position, buffers)
         return True
-
-    def unchanged(self) -> bool:
-        return True
-
-    def close(self) -> None:
-        """Nothing: the mirror belongs to the subscription."""
 
 
 def _content(file: VolumeRecord) -> tuple[int, int, bytes]:

@@ -7,27 +7,23 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 
-from torchrelay.dropin._pickles.fields import (
+from torchrelay.dropin._pickles.unpickler import (
     DTYPES,
     MAX_DEPTH,
     MAX_NUMBER,
-    count,
-    fields,
-    properties,
-    size,
-    typed,
-)
-from torchrelay.dropin._pickles.unpickler import (
-    Global,
     PickledCall,
     PickledDict,
     PickleRefusedError,
+    count,
+    fields,
+    properties,
     refuse,
+    size,
+    typed,
     unpickled,
 )
 from torchrelay.errors import ManifestError, RelayError, UnsupportedLeafError
@@ -38,7 +34,7 @@ _STORAGE_INFO = "torch.distributed.checkpoint.filesystem._StorageInfo"
 _OLD = "torch.distributed._shard.sharded_tensor.metadata."  # where torch before 2.3 had them
 _PROPERTIES = (_DCP + "TensorProperties", _OLD + "TensorProperties")
 
-# Every name the pickle may hold. The strings are only compared; nothing is looked up by them.
+# Every name the pickle may hold.
 _NAMES = frozenset(
     [
         *(_DCP + n for n in ("Metadata", "MetadataIndex", "ChunkStorageMetadata", "StorageMeta")),
@@ -95,18 +91,13 @@ def decode(data: bytes) -> StockMetadata:
     torch's stream transforms, which only code from outside could undo.
     """
     try:
-        return _metadata(unpickled(data, _find), len(data))
+        return _metadata(unpickled(data, _NAMES), len(data))
     except PickleRefusedError as fault:
         raise ManifestError(f"a stock DCP .metadata was refused: {fault}") from fault
     except RelayError:
         raise
     except Exception as fault:  # every way in which hostile bytes can fail has this one meaning
         raise ManifestError(f"a stock DCP .metadata is malformed: {fault!r:.200}") from fault
-
-
-def _find(module: str, name: str) -> Global | None:
-    full = f"{module}.{name}"
-    return Global(full) if full in _NAMES else None
 
 
 def _metadata(value: object, length: int) -> StockMetadata:
@@ -149,7 +140,9 @@ def _pieces(stored: dict[Any, Any]) -> _Pieces:
                 f"({g['transform_descriptors']!r:.100}), which are not undone here",
                 path=fqn,
             )
-        file = _plain_name(typed(g["relative_path"], str))
+        file = typed(g["relative_path"], str)
+        if file in ("", ".", "..") or any(c in "/\\\0" for c in file) or not file.isprintable():
+            refuse(f"{file!r:.200} is not the name of a file in the checkpoint's directory")
         found[index] = StockPiece(file, count(g["offset"]), count(g["length"]))
     # Ranges that overlap would let a small file stand for a state of any size.
     ordered = sorted(found.values(), key=lambda p: (p.file, p.offset, p.length))
@@ -167,14 +160,12 @@ def _found(pieces: _Pieces, fqn: str, offset: tuple[int, ...] | None) -> StockPi
     return piece
 
 
-def _plain_name(name: str) -> str:
-    if name in ("", ".", "..") or any(c in "/\\\0" for c in name) or not name.isprintable():
-        refuse(f"{name!r:.200} is not the name of a file in the checkpoint's directory")
-    return name
-
-
 def _tensor(fqn: str, f: dict[str, Any], pieces: _Pieces, comparisons: Comparisons) -> StockTensor:
-    shape, kind = tuple(size(f["size"])), _dtype(fqn, f["properties"])
+    # The memory format and the rest are torch's deprecated fields, which its reader ignores too.
+    kind, layout = properties(f["properties"], *_PROPERTIES)
+    if layout != "torch.strided":
+        raise UnsupportedLeafError("a stock DCP tensor is not strided", path=fqn)
+    shape = tuple(size(f["size"]))
     if math.prod(shape) * kind.itemsize >= MAX_NUMBER:
         refuse(f"{fqn!r:.200} has a malformed shape")
     chunks = []
@@ -189,20 +180,14 @@ def _tensor(fqn: str, f: dict[str, Any], pieces: _Pieces, comparisons: Compariso
         if math.prod(sizes) * kind.itemsize > piece.length:
             refuse(f"a chunk of {fqn!r:.200} is larger than the {piece.length} bytes it is in")
         chunks.append(Chunk(offsets, sizes, piece))
-    _check_tiling(fqn, shape, chunks, comparisons)
-    return StockTensor(kind, shape, tuple(chunks))
-
-
-def _check_tiling(
-    fqn: str, shape: Sequence[int], chunks: list[Chunk], comparisons: Comparisons
-) -> None:
-    """Boxes inside a tensor tile it when none overlap and their volumes add up to its own."""
+    # Boxes inside a tensor tile it when none overlap and their volumes add up to its own.
     boxes = [(c.offsets, c.sizes) for c in chunks if 0 not in c.sizes]
     if comparisons.overlap(boxes):
         refuse(f"two chunks of {fqn!r:.200} overlap")
     held, whole = sum(math.prod(sizes) for _, sizes in boxes), math.prod(shape)
     if held != whole:
         refuse(f"the chunks of {fqn!r:.200} hold {held} of its {whole} values")
+    return StockTensor(kind, shape, tuple(chunks))
 
 
 def _paths(value: object, room: int) -> dict[str, tuple[str | int, ...]]:
@@ -216,11 +201,3 @@ def _paths(value: object, room: int) -> dict[str, tuple[str | int, ...]]:
             refuse("a path into the state is malformed")
         found[typed(fqn, str)] = tuple(s if type(s) is str else count(s) for s in steps)
     return found
-
-
-def _dtype(fqn: str, value: object) -> torch.dtype:
-    # The memory format and the rest are torch's deprecated fields, which its reader ignores too.
-    kind, layout = properties(value, *_PROPERTIES)
-    if layout != "torch.strided":
-        raise UnsupportedLeafError("a stock DCP tensor is not strided", path=fqn)
-    return kind

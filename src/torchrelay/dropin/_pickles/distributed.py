@@ -20,8 +20,10 @@ from torch.distributed.tensor.placement_types import (
     _StridedShard,
 )
 
-from torchrelay.dropin._pickles.fields import (
+from torchrelay.dropin._pickles.unpickler import (
     MAX_DIMS,
+    PickledCall,
+    WorkLimit,
     count,
     counts,
     device,
@@ -29,10 +31,10 @@ from torchrelay.dropin._pickles.fields import (
     fields,
     made,
     properties,
+    refuse,
     size,
     typed,
 )
-from torchrelay.dropin._pickles.unpickler import PickledCall, WorkLimit, refuse
 from torchrelay.dropin._torch_records import _DTensorMeta, _ShardedTensorMeta, _TensorMeta
 
 _LAYOUT = "torch.distributed._mesh_layout."

@@ -4,34 +4,28 @@ from __future__ import annotations
 
 import io
 import math
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 
-from torchrelay.dropin._pickles.fields import (
+from torchrelay.dropin._pickles.unpickler import (
     DTYPES,
     MAX_DIMS,
+    Global,
+    PickledCall,
     count,
     counts,
     device,
     made,
+    refuse,
     size,
     typed,
 )
-from torchrelay.dropin._pickles.unpickler import Global, PickledCall, refuse
 
 _AS_THEY_ARE = (type(None), bool, int, float, str, bytes, bytearray)
 _MODULES = ("numpy._core.multiarray.", "numpy.core.multiarray.")  # since numpy 2, and before
-_ARRAYS = tuple(module + "_reconstruct" for module in _MODULES)
-_SCALARS = tuple(module + "scalar" for module in _MODULES)
 _NUMBERS = "?biufc"  # kinds of dtypes
-
-NAMES = (
-    *_ARRAYS,
-    *_SCALARS,
-    *("numpy.dtype", "numpy.ndarray", "builtins.complex", "builtins.bytearray"),
-    *("_io.BytesIO", "torch.Size", "torch.device"),
-)
 
 
 def plain(value: Any) -> object:
@@ -39,24 +33,19 @@ def plain(value: Any) -> object:
         return value
     if type(value) is Global and value.name in DTYPES:
         return DTYPES[value.name]
-    if type(value) is PickledCall:
-        if value.name in _ARRAYS:
-            return _array(value)
-        if value.name in _SCALARS:
-            return _scalar(value)
-        if value.name == "_io.BytesIO":
-            return _buffer(value)
-        if value.name == "torch.Size":
-            return size(value)
-        if value.name == "torch.device":
-            return device(value)
-        if value.name == "builtins.complex":
-            real, imag = made(value, value.name)
-            return complex(typed(real, float), typed(imag, float))
-        if value.name == "builtins.bytearray":
-            args = made(value, value.name)
-            return bytearray(typed(args[0], bytes)) if args else bytearray()
+    if type(value) is PickledCall and value.name in _MAKERS:
+        return _MAKERS[value.name](value)
     refuse("a leaf is neither a tensor nor a plain value")
+
+
+def _complex(value: PickledCall) -> complex:
+    real, imag = made(value, value.name)
+    return complex(typed(real, float), typed(imag, float))
+
+
+def _bytearray(value: PickledCall) -> bytearray:
+    args = made(value, value.name)
+    return bytearray(typed(args[0], bytes)) if args else bytearray()
 
 
 def _buffer(value: PickledCall) -> io.BytesIO:
@@ -96,3 +85,15 @@ def _dtype(value: object) -> np.dtype[Any]:
     if found.kind not in _NUMBERS:
         refuse(f"an array of dtype {found} in torch's protocol")
     return found
+
+
+_MAKERS: dict[str, Callable[[PickledCall], object]] = {
+    **{module + "_reconstruct": _array for module in _MODULES},
+    **{module + "scalar": _scalar for module in _MODULES},
+    "_io.BytesIO": _buffer,
+    "builtins.bytearray": _bytearray,
+    "builtins.complex": _complex,
+    "torch.Size": size,
+    "torch.device": device,
+}
+NAMES = (*_MAKERS, "numpy.dtype", "numpy.ndarray")

@@ -17,28 +17,27 @@ import torch
 from torch.utils._pytree import tree_flatten_with_path
 
 from torchrelay.dropin._pickles import distributed, plain_values
-from torchrelay.dropin._pickles.fields import (
+from torchrelay.dropin._pickles.plain_values import plain
+from torchrelay.dropin._pickles.unpickler import (
     DTYPES,
     MAX_DEPTH,
     MAX_DIMS,
-    count,
-    counts,
-    dtype,
-    fields,
-    size,
-    typed,
-)
-from torchrelay.dropin._pickles.plain_values import plain
-from torchrelay.dropin._pickles.unpickler import (
     Global,
     PickledCall,
     PickleRefusedError,
     WorkLimit,
+    count,
+    counts,
+    dtype,
+    fields,
     refuse,
+    size,
+    typed,
     unpickled,
 )
 from torchrelay.dropin._torch_records import _ShardedTensorMeta, _StateDictMeta, _TensorMeta
 from torchrelay.errors import RemoteProtocolError
+from torchrelay.geometry.strides import extent
 
 _MAX_BYTES = 1 << 50
 _MOST_ODD_KEYS = 1024  # that may collide in one dict: each is compared with all before it
@@ -62,7 +61,7 @@ _FACTORIES: dict[str, type] = {
     **{f"builtins.{t.__name__}": t for t in (bool, int, float, complex, str, bytes, set)},
 }
 
-# Every name a pickle may hold. The strings are only compared; nothing is looked up by them.
+# Every name a pickle may hold, but for namedtuples.
 _NAMES = frozenset(
     [
         *(_RECORDS + n for n in ("_StateDictMeta", "_TensorMeta")),
@@ -83,19 +82,11 @@ def loads(data: bytes, limit: int = 1 << 30) -> _StateDictMeta:
     try:
         if len(data) > limit:
             refuse(f"its record of {len(data)} bytes is over the limit of {limit}")
-        return _Builder(WorkLimit(len(data))).state(unpickled(data, _find))
+        return _Builder(WorkLimit(len(data))).state(unpickled(data, _NAMES, _loaded_namedtuple))
     except PickleRefusedError as fault:
         raise RemoteProtocolError(f"a torch PGTransport peer was refused: {fault}") from fault
     except Exception as fault:  # every way in which hostile bytes can fail has this one meaning
         raise RemoteProtocolError(f"torch's state record is malformed: {fault!r:.200}") from fault
-
-
-def _find(module: str, name: str) -> Global | None:
-    full = f"{module}.{name}"
-    if full in _NAMES:
-        return Global(full)
-    found = _loaded_namedtuple(module, name)
-    return None if found is None else Global(full, found)
 
 
 def _loaded_namedtuple(module: str, name: str) -> type | None:
@@ -239,8 +230,7 @@ def _tensor(value: object) -> _TensorMeta:
     offset = count(f["storage_offset"])
     if len(shape) != len(stride) or math.prod(shape) >= 1 << 62:
         refuse("a tensor has a malformed shape")
-    if 0 not in shape:
-        reach = offset + 1 + sum((n - 1) * step for n, step in zip(shape, stride, strict=True))
-        if reach * kind.itemsize > nbytes * _PER_BYTE.get(kind, 1):
-            refuse(f"a tensor reaches past its {nbytes} bytes")
+    reach = offset + extent(shape, stride)
+    if 0 not in shape and reach * kind.itemsize > nbytes * _PER_BYTE.get(kind, 1):
+        refuse(f"a tensor reaches past its {nbytes} bytes")
     return _TensorMeta(shape, kind, offset, stride, nbytes)

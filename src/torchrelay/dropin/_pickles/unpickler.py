@@ -1,4 +1,5 @@
-"""Pickles read into inert values: nothing is imported, called or set.
+"""Pickles read into inert values, whose fields are then taken by type and within bounds: nothing is
+imported, called or set.
 
 The standard library's unpickler in Python does the work, with a closed set of opcodes. In place of
 an import it makes a `Global`, in place of an object a `PickledCall`: both are only looked at.
@@ -11,6 +12,13 @@ import pickle
 import struct
 from collections.abc import Callable
 from typing import Any, NoReturn
+
+import torch
+
+MAX_DEPTH = 200
+MAX_DIMS = 64
+MAX_NUMBER = 1 << 62
+DTYPES = {f"torch.{n}": d for n, d in vars(torch).items() if isinstance(d, torch.dtype)}
 
 
 class PickleRefusedError(Exception):
@@ -66,17 +74,20 @@ class WorkLimit:
 
 
 class _Unpickler(pickle._Unpickler):
-    find: Callable[[str, str], Global | None]
+    names: frozenset[str]
+    other: Callable[[str, str], type | None]
     # Of the base class:
     stack: list[Any]
     append: Callable[[object], None]
     read: Callable[[int], bytes]
 
     def find_class(self, module: str, name: str) -> Global:
-        found = self.find(module, name)
-        if found is None:
-            refuse(f"{f'{module}.{name}'!r:.200} is not in the closed list of names")
-        return found
+        full = f"{module}.{name}"
+        if full in self.names:
+            return Global(full)
+        if (kind := self.other(module, name)) is None:
+            refuse(f"{full!r:.200} is not in the closed list of names")
+        return Global(full, kind)
 
     def call(self) -> None:
         args, what = self.stack.pop(), self.stack.pop()
@@ -125,14 +136,19 @@ class _WholeReads(io.BytesIO):
         return data
 
 
-def unpickled(data: bytes, find: Callable[[str, str], Global | None]) -> Any:
-    """The value that `data` pickles, inert. `find` gives the globals that a pickle may name.
+def unpickled(
+    data: bytes,
+    names: frozenset[str],
+    other: Callable[[str, str], type | None] = lambda module, name: None,
+) -> Any:
+    """The value that `data` pickles, inert. It may name what is in `names`, where strings are only
+    compared and nothing is looked up by them, and types that `other` finds.
 
     `PickleRefusedError` says why it was refused; other exceptions mean that it is malformed.
     """
     file = _WholeReads(data)
     reader = _Unpickler(file)
-    reader.find = find
+    reader.names, reader.other = names, other
     try:
         value = reader.load()
     except EOFError:
@@ -143,3 +159,68 @@ def unpickled(data: bytes, find: Callable[[str, str], Global | None]) -> Any:
     if file.tell() != len(data):
         refuse(f"{len(data) - file.tell()} bytes follow its record")
     return value
+
+
+# Fields of records, each as it must be, or refused.
+
+
+def fields(value: object, name: str, *order: str) -> dict[str, Any]:
+    """The fields set on a new `name`; a class with slots sets a list of them, in `order`."""
+    if type(value) is not PickledCall or value.name != name or value.args:
+        refuse(f"{name} was expected")
+    state = value.state
+    if type(state) is tuple and len(state) == 2 and state[0] is None:
+        state = state[1]
+    if type(state) is list:
+        state = dict(zip(order, state, strict=False))
+    return dict(state if type(state) is dict else typed(state, PickledDict))
+
+
+def made(value: object, name: str) -> tuple[Any, ...]:
+    """The arguments of a new `name` that has no state."""
+    if type(value) is not PickledCall or value.name != name or value.state is not None:
+        refuse(f"{name} was expected")
+    return value.args
+
+
+def typed(value: Any, kind: type) -> Any:
+    if type(value) is not kind:
+        refuse(f"{kind.__name__} was expected, not {type(value).__name__}")
+    return value
+
+
+def count(value: object, cap: int = MAX_NUMBER) -> int:
+    if type(value) is not int or not 0 <= value < cap:
+        refuse("a number is out of bounds")
+    return value
+
+
+def counts(value: object, most: int | None = None) -> tuple[int, ...]:
+    if most is not None and len(typed(value, tuple)) > most:
+        refuse(f"a shape has more than {most} dimensions")
+    return tuple([count(n) for n in typed(value, tuple)])
+
+
+def size(value: object) -> torch.Size:
+    (numbers,) = made(value, "torch.Size")
+    return torch.Size(counts(numbers, MAX_DIMS))
+
+
+def dtype(value: object) -> torch.dtype:
+    return DTYPES[typed(value, Global).name]
+
+
+def device(value: object) -> torch.device:
+    args = made(value, "torch.device")
+    if not 1 <= len(args) <= 2:
+        refuse("a device is malformed")
+    return torch.device(typed(args[0], str), *(count(n, 1 << 15) for n in args[1:]))
+
+
+def properties(value: object, *names: str) -> tuple[torch.dtype, str]:
+    """The dtype and the layout of a `TensorProperties`. Its other fields are left unread."""
+    if type(value) is not PickledCall or value.name not in names or value.args:
+        refuse("TensorProperties was expected")
+    kind, layout, *_ = typed(value.state, tuple)
+    (layout_name,) = made(layout, "torch.serialization._get_layout")
+    return dtype(kind), typed(layout_name, str)

@@ -17,10 +17,11 @@ from torchrelay.endpoint.server.messages import Volume
 from torchrelay.errors import UsageError
 from torchrelay.geometry.runs import Moves
 from torchrelay.memory.gpu import kernels
-from torchrelay.memory.gpu.block import DeviceBlock, has_room, rounded
+from torchrelay.memory.gpu.block import DeviceBlock, rounded
 from torchrelay.memory.gpu.changes import Changes, can_find, find
 from torchrelay.memory.gpu.kernels import CudaError, Tables
 from torchrelay.memory.gpu.side import on_side_stream, side_stream
+from torchrelay.memory.gpu.spare import room_beside_training
 from torchrelay.memory.gpu.volumes import split_by_volume, table_of_volumes
 from torchrelay.parts.fields import Field
 from torchrelay.plan.region import Region
@@ -169,7 +170,8 @@ class DeviceSlots:
             return "the kernels cannot be loaded"
         have = [one for one in self._slots.values() if one.block.nbytes >= nbytes]
         need = rounded(nbytes) * max(0, USUAL_SLOTS - len(have))
-        if choice == "auto" and need and not has_room(need, device, MARGIN):
+        where = torch.device("cuda", device)
+        if choice == "auto" and need and need > room_beside_training(where, MARGIN):
             return f"cuda:{device} has too little memory for {USUAL_SLOTS} copies of {nbytes} bytes"
         return ""
 

@@ -43,7 +43,7 @@ class KnownPlan:
     def fields(self, share: Share) -> list[list[Field]]:
         """The places of elements of each size, which tile each volume."""
         if self._fields is None or self._fields[0] is not share.layouts:
-            entries = share.contents.all_entries()
+            entries = share.contents.entries
             fields = [
                 tiled(
                     (

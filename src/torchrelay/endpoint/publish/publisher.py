@@ -435,7 +435,7 @@ class Publisher:
         """In a child of a fork: the server and the memory are the parent's."""
         self._server.process.detach_after_fork()
         for arena in self.arenas.values():
-            arena.forsake()
+            arena.detach_after_fork()
         self._devices.forget()
 
     def close(self, seconds: float) -> None:

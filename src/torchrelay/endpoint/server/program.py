@@ -1,7 +1,7 @@
 """The process that serves a staged state: HTTP and digests outside the trainer's interpreter.
 
-A trainer starts it with a socket (`stores.writer.launch`). It imports no torch, and ends when the
-trainer's end of the socket closes, for whatever reason.
+A trainer starts it with a socket (`stores.writer.child_process`). It imports no torch, and ends
+when the trainer's end of the socket closes, for whatever reason.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from torchrelay.endpoint.server.snapshots import digests
 from torchrelay.endpoint.server.status import status
 from torchrelay.endpoint.server.step_server import StepServer
 from torchrelay.memory.pages import return_freed_memory
+from torchrelay.stores.writer.child_process import trainer_at
 from torchrelay.stores.writer.frames import receive_frame, send_frame
-from torchrelay.stores.writer.launch import trainer_at
 
 _request = msgspec.msgpack.Decoder(m.ServerRequest)
 

@@ -13,11 +13,11 @@ from itertools import accumulate
 from math import prod
 from typing import NamedTuple
 
+from torchrelay.arguments import matches
 from torchrelay.endpoint.server.step_reader import StepReader
 from torchrelay.inspection.numbers import memory_of
 from torchrelay.inspection.seam import Contents
 from torchrelay.inspection.slabs import slabs
-from torchrelay.patterns import matches
 from torchrelay.plan.stored import StoredTensor
 from torchrelay.record.dtypes import itemsize
 from torchrelay.record.encoding import decode_at_rest

@@ -31,8 +31,8 @@ from torchrelay.keeper.server import messages as k
 from torchrelay.keeper.server.replication import Replication
 from torchrelay.keeper.server.retention import Retention
 from torchrelay.memory.pages import return_freed_memory
+from torchrelay.stores.writer.child_process import NICE
 from torchrelay.stores.writer.frames import has_hung_up, receive_frame, send_frame
-from torchrelay.stores.writer.launch import NICE
 
 FIRST_LEASE = 60.0  # seconds for the first worker to come
 BACKLOG = 128

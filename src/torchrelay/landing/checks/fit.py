@@ -11,7 +11,7 @@ import torch
 
 from torchrelay.errors import MismatchError
 from torchrelay.record import manifest as m
-from torchrelay.record.arrays import dtype_from_text
+from torchrelay.record.dtypes import dtype_from_text
 from torchrelay.record.values import decode_value
 from torchrelay.state import tensors as t
 from torchrelay.state.hints import (

@@ -9,7 +9,6 @@ from contextlib import suppress
 import torch
 
 from torchrelay.memory.gpu.kernels import CudaError, check, device_bytes, driver
-from torchrelay.memory.gpu.spare import room_beside_training
 
 # CUDA shares memory between processes in pieces of this size.
 _PIECE = 2 << 20
@@ -62,9 +61,3 @@ def _allocated(nbytes: int, device: int) -> int:
         code = driver().cuMemAlloc_v2(ctypes.byref(address), ctypes.c_size_t(nbytes))
         check(code, f"allocate {nbytes} bytes")
     return address.value
-
-
-def has_room(nbytes: int, device: int, share: float) -> bool:
-    """Whether a GPU has that much next to what training has used at its peak, with this share of
-    its memory left."""
-    return nbytes <= room_beside_training(torch.device("cuda", device), share)

@@ -132,7 +132,12 @@ class Tables:
     def of(self, table: Numbers, device: int) -> torch.Tensor:
         """The numbers on the device, in one dimension."""
         with self._lock:
-            found = next((one for one in self._kept if _is(one, table, device)), None)
+            same = (
+                one
+                for one in self._kept
+                if one[0] == device and (one[1] is table or np.array_equal(one[1], table))
+            )
+            found = next(same, None)
             if found is None:
                 flat = np.ascontiguousarray(table).view(np.int64).reshape(-1)
                 there = torch.from_numpy(flat).to(f"cuda:{device}")
@@ -145,11 +150,6 @@ class Tables:
     def close(self) -> None:
         with self._lock:
             self._kept.clear()
-
-
-def _is(kept: tuple[int, Numbers, torch.Tensor], table: Numbers, device: int) -> bool:
-    on, known, _ = kept
-    return on == device and (known is table or np.array_equal(known, table))
 
 
 def copy(moves: Moves, device: int, tables: Tables) -> None:

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import ctypes
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -71,21 +71,14 @@ def pinned_buffers() -> Iterator[PinnedBuffers]:
             mine.close()
 
 
-class _Calls(NamedTuple):
-    """Of the driver, that return at once."""
-
-    copy: Callable[[int, int, int, int], int]
-    record: Callable[[int, int], int]
-    query: Callable[[int], int]
-
-
 @cache
-def _calls() -> _Calls:
+def _calls() -> Any:
+    """The driver's library, with the types of calls that return at once."""
     library, pointer = brief_driver(), ctypes.c_void_p
     library.cuMemcpyHtoDAsync_v2.argtypes = (ctypes.c_uint64, pointer, ctypes.c_size_t, pointer)
     library.cuEventRecord.argtypes = (pointer, pointer)
     library.cuEventQuery.argtypes = (pointer,)
-    return _Calls(library.cuMemcpyHtoDAsync_v2, library.cuEventRecord, library.cuEventQuery)
+    return library
 
 
 class Upload:
@@ -105,7 +98,7 @@ class Upload:
     def view(self, nbytes: int) -> memoryview:
         """The next buffer, when nothing reads it any more."""
         event = self._events[self._turn]
-        if self._calls.query(event):
+        if self._calls.cuEventQuery(event):
             check(driver().cuEventSynchronize(ctypes.c_void_p(event)), "wait for a copy")
         view = self._views[self._turn]
         return view if nbytes == PIECE else view[:nbytes]
@@ -113,8 +106,9 @@ class Upload:
     def send(self, destination: int, nbytes: int) -> None:
         """Have what is in the buffer copied to an address of the device."""
         turn, stream = self._turn, self._stream
-        check(self._calls.copy(destination, self._at[turn], nbytes, stream), "copy to the device")
-        check(self._calls.record(self._events[turn], stream), "note a copy")
+        code = self._calls.cuMemcpyHtoDAsync_v2(destination, self._at[turn], nbytes, stream)
+        check(code, "copy to the device")
+        check(self._calls.cuEventRecord(self._events[turn], stream), "note a copy")
         self._turn = (turn + 1) % EACH
 
     def close(self) -> None:

@@ -147,7 +147,7 @@ def check_files(volumes: Sequence[VolumeRecord], *, hashed: bool) -> None:
 
 def _check_places(record: Record) -> None:
     """Every box lies in its file. All boxes of all images at once."""
-    boxes = int(record.box_counts[record.image_kind].sum()) if record.images else 0
+    boxes = record.boxes
     if boxes != (0 if record.starts is None else len(record.starts)):
         raise ManifestError(f"{boxes} boxes, and not as many places of them")
     check_column(record.volume_of, boxes, len(record.volumes), "volumes of boxes")

@@ -10,9 +10,8 @@ from torchrelay.errors import ManifestError
 from torchrelay.geometry.memo import remembered
 from torchrelay.geometry.strides import contiguous_strides, extent
 from torchrelay.record import manifest as m
-from torchrelay.record.arrays import dtype_from_text
 from torchrelay.record.checks.tree import TreeLimits, check_tree
-from torchrelay.record.dtypes import itemsize
+from torchrelay.record.dtypes import dtype_from_text, itemsize
 from torchrelay.record.meshes import check_mesh
 from torchrelay.record.values import decode_value
 

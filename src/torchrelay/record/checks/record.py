@@ -8,7 +8,7 @@ say which numbers and words may stand there, and a decoder has checked them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from operator import lt
 from typing import Any
 
@@ -138,7 +138,8 @@ class _Rows:
 
     def __init__(self, record: Record, mode: Mode, of_parts: Sequence[LeafKind]) -> None:
         self._record, self._mode = record, mode
-        self._boxes: dict[int, tuple[tuple[int, ...], set[bytes]]] = {}  # see `_check_sharding`
+        # By sharding: the shape and the encoded boxes of ShardedTensors.
+        self._boxes: dict[int, tuple[tuple[int, ...], set[bytes]]] = {}
         for kind in record.kinds:
             self._check_kind(kind)
         kinds = [*record.kinds, *of_parts]
@@ -146,9 +147,10 @@ class _Rows:
         known: dict[bytes, int] = {}
         self._shapes = shape_numbers(kinds, known)
         self._image_shapes = shape_numbers(images, known)
-        numbers = [_reach(kind) for kind in kinds]
-        self._itemsize: Numbers = np.array([size for size, _ in numbers], np.int64)
-        self._extent: Numbers = np.array([nbytes for _, nbytes in numbers], np.int64)
+        own = [None if kind.sharding >= 0 else kind.strides for kind in kinds]
+        reach = [geometry(k.dtype, k.shape, s) for k, s in zip(kinds, own, strict=True)]
+        self._itemsize: Numbers = np.array([size for _, size, _ in reach], np.int64)
+        self._extent: Numbers = np.array([min(n, _TOO_MUCH) for _, _, n in reach], np.int64)
         self._sharded: _Marks = np.array([kind.sharding >= 0 for kind in kinds], bool)
         self._strided: _Marks = np.array([kind.strides is not None for kind in kinds], bool)
         self._more: Numbers = np.array([max(len(k.shape) - _DIMS, 0) for k in kinds], np.int64)
@@ -169,13 +171,11 @@ class _Rows:
             raise ManifestError("a meta tensor has no image")
         if kind.sharding >= len(self._record.shardings):
             raise ManifestError(f"sharding {kind.sharding} of {len(self._record.shardings)}")
-        if kind.sharding >= 0:
-            if kind.strides is not None and len(kind.strides) != len(kind.shape):
-                raise ManifestError("strides do not fit the shape of a distributed tensor")
-            self._check_sharding(kind.sharding, kind.shape)
-
-    def _check_sharding(self, number: int, shape: tuple[int, ...]) -> None:
-        """Notes the shape and the encoded boxes of ShardedTensors, by sharding."""
+        if kind.sharding < 0:
+            return
+        if kind.strides is not None and len(kind.strides) != len(kind.shape):
+            raise ManifestError("strides do not fit the shape of a distributed tensor")
+        number, shape = kind.sharding, kind.shape
         how = self._record.shardings[number]
         if isinstance(how, MeshSharding):
             mesh = self._record.meshes[how.mesh]
@@ -253,13 +253,6 @@ class _Rows:
             )
 
 
-def _reach(kind: LeafKind) -> tuple[int, int]:
-    """Item size and bytes reached of a leaf that is a view."""
-    strides = None if kind.sharding >= 0 else kind.strides
-    _, size, nbytes = geometry(kind.dtype, kind.shape, strides)
-    return size, min(nbytes, _TOO_MUCH)
-
-
 def _is_bytes(kind: ImageKind) -> bool:
     """Whether an image is plain bytes: leaves may be views of it."""
     one = kind.dtype == "uint8" and len(kind.shape) == 1
@@ -296,7 +289,6 @@ def _check_rest(record: Record) -> None:
             raise ManifestError(f"object {one.name[:80]!r} is not in its volume")
 
 
-def _check_different(names: Iterable[str], what: str) -> None:
-    names = list(names)
+def _check_different(names: Sequence[str], what: str) -> None:
     if len(set(names)) != len(names):
         raise ManifestError(f"a {what} stands there twice")

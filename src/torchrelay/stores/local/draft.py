@@ -5,8 +5,8 @@ from __future__ import annotations
 import errno
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, ExitStack, suppress
 from pathlib import Path
 
 from torchrelay.stores.commit_point import CommitPoint, commit_unknown
@@ -28,11 +28,8 @@ class LocalDraft:
     def __init__(
         self, root: StepRoot, step: int, token: str, overwrite: bool, files: Files
     ) -> None:
-        self._root = root
-        self._step = step
-        self._token = token
-        self._overwrite = overwrite
-        self._files = files
+        self._root, self._step, self._token = root, step, token
+        self._overwrite, self._files = overwrite, files
         self._lock: int | None = None
         self._commit_point = CommitPoint()
         self.id = ""
@@ -120,7 +117,10 @@ class LocalDraft:
         if self._files.exchange(self.place, target):
             return self.place
         replaced = f"{target}.old-{self._token}"
-        with _held(target):  # so that no other process moves it back meanwhile
+        with ExitStack() as held:
+            with suppress(OSError):  # a file system without locks
+                if (fd := lock(target)) is not None:  # so that no one moves it back meanwhile
+                    held.enter_context(closing(fd))
             self._files.rename(target, replaced)
             try:
                 self._files.rename(self.place, target)
@@ -146,23 +146,11 @@ class LocalDraft:
             os.close(held)
 
 
-@contextmanager
-def _held(path: str) -> Iterator[None]:
-    """Within: the directory is locked, where the file system has locks."""
-    held = None
-    with suppress(OSError):
-        held = lock(path)
-    with nullcontext() if held is None else closing(held):
-        yield
-
-
 class _WrittenFile:
     """The descriptor of a data file. Its bytes are durable when it is closed."""
 
     def __init__(self, fd: int, path: str, files: Files) -> None:
-        self.fd = fd
-        self._path = path
-        self._files = files
+        self.fd, self._path, self._files = fd, path, files
 
     def close(self) -> None:
         try:
@@ -186,9 +174,7 @@ class LocalSink:
     def __init__(
         self, path: str, files: Files, nbytes: int, handles: Handles[_WrittenFile] | None = None
     ) -> None:
-        self._path = path
-        self._files = files
-        self._nbytes = nbytes
+        self._path, self._files, self._nbytes = path, files, nbytes
         self._handles: Handles[_WrittenFile] = Handles() if handles is None else handles
         self._ended = False
         with named(path), self._handles.lent(path, lambda: self._opened(files.create)):

@@ -61,13 +61,12 @@ class StepRoot:
         found: dict[int, tuple[str, int]] = {}
         for name, number in self.names().items():
             match = STEP.fullmatch(name) or REPLACED.fullmatch(name)
-            if match and int(match[1]) <= MAX_STEP and self._is_ours(match):
+            if match is None or int(match[1]) > MAX_STEP:
+                continue
+            if match.re is STEP or not (self.path / name).is_symlink():
                 # The directory of the step itself counts before one that was moved away.
                 found[int(match[1])] = min((name, number), found.get(int(match[1]), (name, number)))
         return dict(sorted(found.items()))
-
-    def _is_ours(self, match: re.Match[str]) -> bool:
-        return match.re is STEP or not (self.path / match[0]).is_symlink()
 
     def of(self, step: int) -> Path:
         """Where a step belongs."""
@@ -81,9 +80,9 @@ class StepRoot:
 
     def replaced(self, step: int) -> list[Path]:
         """Directories of a step that were moved away for its successor."""
-        names = [name for name in self.names() if name.startswith(f"step-{step}.old-")]
-        matches = [match for match in map(REPLACED.fullmatch, names) if match]
-        return [self.path / match[0] for match in matches if self._is_ours(match)]
+        matches = [match for match in map(REPLACED.fullmatch, self.names()) if match]
+        paths = [self.path / match[0] for match in matches if int(match[1]) == step]
+        return [path for path in paths if not path.is_symlink()]
 
 
 def is_committed(directory: Path) -> bool:

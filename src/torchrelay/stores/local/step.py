@@ -14,13 +14,13 @@ import ctypes
 import errno
 import os
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, suppress
+from contextlib import AbstractContextManager, closing, suppress
 
 from torchrelay.memory.pages import address_of
 from torchrelay.stores.local.files import named, open_plain, through
 from torchrelay.stores.local.handles import Handles
 from torchrelay.stores.retry import ONCE, Retry
-from torchrelay.stores.seam import MANIFEST, MAX_MANIFEST_BYTES
+from torchrelay.stores.seam import MANIFEST, MAX_MANIFEST_BYTES, DataReader
 
 PAGE = 4096  # alignment of reads past the page cache
 PROBES = 16  # positions of a file that are looked for in the page cache
@@ -48,7 +48,7 @@ class LocalStep:
 
     def _manifest(self) -> bytes:
         path = f"{self.url}/{MANIFEST}"
-        with named(path), _File(open_plain(path, self._directory.fd)) as file:
+        with named(path), closing(_File(open_plain(path, self._directory.fd))) as file:
             nbytes = os.fstat(file.fd).st_size
             if nbytes > MAX_MANIFEST_BYTES:
                 raise OSError(errno.EFBIG, f"{nbytes} bytes are too many for a manifest", path)
@@ -69,17 +69,14 @@ class LocalStep:
         self._directory.close()
 
 
-class LocalReader:
-    """A data file of a step that is open. It is as long as it was when it was first opened."""
+class LocalReader(DataReader):
+    """A data file of a step that is open, which closes it. It is as long as it was when it was
+    first opened."""
 
     def __init__(self, directory: _Directory, path: str, once: bool) -> None:
-        self._directory = directory
-        self._path = path
-        self._once = once
+        self._directory, self._path, self._once = directory, path, once
         self._stamp: _Stamp | None = None
         self._in_memory = False
-        self.nbytes = 0
-        self.cold = self.batched = False
         directory.patience(self._look)
 
     def _look(self) -> None:
@@ -149,9 +146,6 @@ class LocalReader:
                 position, views = _read_direct(file.direct, position, views[0])
             _read_whole(file.fd, self._path, position, views)
 
-    def close(self) -> None:
-        """Nothing: its step closes the file."""
-
 
 class _File:
     """The descriptors of an open file."""
@@ -176,12 +170,6 @@ class _File:
             if fd is not None and fd >= 0:
                 os.close(fd)
 
-    def __enter__(self) -> _File:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
 
 class _Directory:
     """An open directory, and the files in it that are open."""
@@ -189,7 +177,7 @@ class _Directory:
     def __init__(self, path: str, patience: Retry) -> None:
         self.patience = patience
         self.files: Handles[_File] = Handles()
-        self.fd: int = -1
+        self.fd = -1
         self.fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
 
     def close(self) -> None:

@@ -77,10 +77,12 @@ class LocalStore:
 
     def clean(self) -> list[str]:
         removed = []
-        for path, step, kind, host in self._left_behind():
+        matches = [match for match in map(_LEFT_BEHIND.fullmatch, self._root.names()) if match]
+        for match in sorted(matches, key=lambda match: match[2] != "old"):  # which may be steps
+            path, step = self._root.path / match[0], self._root.of(int(match[1]))
             # A step that was moved away for its successor, which never came, is the step.
-            is_step = kind == "old" and not step.exists()
-            held = self._claimed(path, host)
+            is_step = match[2] == "old" and not step.exists()
+            held = self._claimed(path, match[3])
             if held is None:
                 continue
             with closing(held), suppress(OSError):  # another process may be cleaning too
@@ -90,15 +92,6 @@ class LocalStore:
                 elif remove_directory(str(path), self._files):
                     removed.append(path.name)
         return removed
-
-    def _left_behind(self) -> list[tuple[Path, Path, str, str]]:
-        """Directory, step, kind and host of what a writer made; those that may be steps first."""
-        matches = [match for match in map(_LEFT_BEHIND.fullmatch, self._root.names()) if match]
-        matches.sort(key=lambda match: match[2] != "old")
-        return [
-            (self._root.path / match[0], self._root.of(int(match[1])), match[2], match[3])
-            for match in matches
-        ]
 
     def _claimed(self, path: Path, host: str) -> int | None:
         """The lock of a draft, if no live writer may own it. Locks of other hosts may not be

@@ -14,7 +14,7 @@ from urllib.parse import urlsplit
 
 from torchrelay.errors import UsageError
 
-CONNECT_SECONDS = 10.0
+CONNECT_TIME = timedelta(seconds=10)
 _STATUS = re.compile(r"status code: (\d{3})")
 _REFUSALS = {"401": errno.EACCES, "403": errno.EACCES, "404": errno.ENODEV}  # 404: of the bucket
 _ANSWER = re.compile(r"(<\?xml[^>]*>\s*)?<Error>.*</Error>", re.DOTALL)
@@ -72,7 +72,7 @@ class Bucket:
         # The last retry may begin just before its deadline and then take a whole request.
         half = timedelta(seconds=timeout / 2)
         options = client_options(scheme, os.environ)
-        options |= {"timeout": half, "connect_timeout": min(half, _seconds(CONNECT_SECONDS))}
+        options |= {"timeout": half, "connect_timeout": min(half, CONNECT_TIME)}
         retries = {"retry_timeout": half}
         with self.named(""):
             self._store = stores.from_url(self.url, client_options=options, retry_config=retries)
@@ -95,7 +95,10 @@ class Bucket:
         except (self._errors.PermissionDeniedError, self._errors.UnauthenticatedError) as error:
             raise PermissionError(errno.EACCES, _reason(error), name) from error
         except (self._errors.BaseError, OSError) as error:
-            code = error.errno if isinstance(error, OSError) else _refusal(error)
+            code = error.errno if isinstance(error, OSError) else None
+            # obstore has no class for a listing that was refused: asking again is of no use then.
+            if code is None and (status := _STATUS.search(str(error))) is not None:
+                code = _REFUSALS.get(status[1])
             if "InvalidMetadata" in str(error):  # the object is damaged, and stays so
                 code = errno.EINVAL
             raise OSError(code or errno.EIO, _reason(error), name) from error
@@ -210,17 +213,6 @@ def client_options(scheme: str, environ: Mapping[str, str]) -> dict[str, Any]:
     if endpoint.lower().startswith("http://"):
         options["allow_http"] = True
     return options
-
-
-def _seconds(value: float) -> timedelta:
-    return timedelta(seconds=value)
-
-
-def _refusal(error: BaseException) -> int | None:
-    """The reason why a listing was refused, for which obstore has no class: asking again is of no
-    use then."""
-    status = _STATUS.search(str(error))
-    return _REFUSALS.get(status[1]) if status else None
 
 
 def _reason(error: BaseException) -> str:

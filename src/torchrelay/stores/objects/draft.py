@@ -59,10 +59,8 @@ class ObjectDraft:
         part_bytes: int,
         concurrency: int,
     ) -> None:
-        self.bucket = bucket
-        self._step = step
+        self.bucket, self._step, self._overwrite = bucket, step, overwrite
         self._token = self.id = token
-        self._overwrite = overwrite
         self._part_bytes, self._concurrency = part_bytes, concurrency
         self._folder = f"step-{step}/{token}"
         self._commit_point = CommitPoint()
@@ -112,24 +110,16 @@ class ObjectDraft:
     def _decide(self, fault: OSError, content: bytes) -> None:
         """Raise what a failed put means. A lost answer, or the retry after one, looks like a
         failure: the object decides. Unless the service refused it, it may still arrive."""
-        there = self._is_in_place(content)
-        if there:
-            return
-        if isinstance(fault, PermissionError):
-            raise fault
-        if isinstance(fault, FileExistsError) and there is not None:
-            raise fault
-        name = self.bucket.name(manifest_path(self._step))
-        raise commit_unknown(self._step, fault.strerror or str(fault), name) from fault
-
-    def _is_in_place(self, content: bytes) -> bool | None:
-        """Whether this draft is the step; None if no one can tell."""
+        path, known = manifest_path(self._step), True
         try:
-            return self.bucket.get(manifest_path(self._step), MAX_MANIFEST_BYTES) == content
-        except FileNotFoundError:
-            return False
-        except OSError:
-            return None
+            if self.bucket.get(path, MAX_MANIFEST_BYTES) == content:
+                return
+        except OSError as unread:
+            known = isinstance(unread, FileNotFoundError)
+        if isinstance(fault, PermissionError) or (isinstance(fault, FileExistsError) and known):
+            raise fault
+        name = self.bucket.name(path)
+        raise commit_unknown(self._step, fault.strerror or str(fault), name) from fault
 
     def revoke(self) -> bool:
         return self._commit_point.revoke()
@@ -159,12 +149,9 @@ class ObjectSink:
     def __init__(
         self, draft: ObjectDraft, writer: Any, path: str, nbytes: int, part_bytes: int
     ) -> None:
-        self._draft = draft  # keeps it live
-        self._bucket = draft.bucket
-        self._writer = writer
-        self._path = path
-        self._nbytes = nbytes
-        self._part_bytes = part_bytes
+        self._draft, self._bucket = draft, draft.bucket  # the draft stays live
+        self._writer, self._path = writer, path
+        self._nbytes, self._part_bytes = nbytes, part_bytes
         self._part = bytearray()  # handed over when it is full; the writer makes no copy
         self._written = 0
         self._open = True

@@ -10,7 +10,7 @@ from torchrelay.errors import UsageError
 from torchrelay.memory.crew import Crew
 from torchrelay.stores.objects.bucket import Bucket
 from torchrelay.stores.retry import Retry
-from torchrelay.stores.seam import MANIFEST, MAX_MANIFEST_BYTES
+from torchrelay.stores.seam import MANIFEST, MAX_MANIFEST_BYTES, DataReader
 
 RANGE_BYTES = 8 << 20  # of one request of a large read
 HEAD_BYTES = 256  # of a manifest, which name its folder
@@ -47,10 +47,7 @@ class ObjectStep:
     trusted = False
 
     def __init__(self, bucket: Bucket, crew: Crew, step: int, patience: Retry) -> None:
-        self._bucket = bucket
-        self._crew = crew
-        self._patience = patience
-        self._step = step
+        self._bucket, self._crew, self._step, self._patience = bucket, crew, step, patience
         self.url = bucket.name(f"step-{step}")
         content = patience(lambda: bucket.get(manifest_path(step), MAX_MANIFEST_BYTES))
         self._token, self._record = split_folder(content)
@@ -77,16 +74,14 @@ class ObjectStep:
         pass
 
 
-class ObjectReader:
-    """One data object. Large reads are split into ranges that are fetched in parallel."""
+class ObjectReader(DataReader):
+    """One data object, which is never written twice. Large reads are split into ranges that are
+    fetched in parallel."""
 
     cold = batched = True
 
     def __init__(self, bucket: Bucket, crew: Crew, path: str, patience: Retry) -> None:
-        self._bucket = bucket
-        self._crew = crew
-        self._path = path
-        self._patience = patience
+        self._bucket, self._crew, self._path, self._patience = bucket, crew, path, patience
         self.nbytes = patience(lambda: bucket.nbytes(path))
 
     def read_into(self, position: int, buffers: Sequence[memoryview]) -> None:
@@ -114,15 +109,6 @@ class ObjectReader:
         for view in views:
             view[:] = whole[at : at + len(view)]
             at += len(view)
-
-    def read_cached(self, position: int, buffers: Sequence[memoryview]) -> bool:
-        return False
-
-    def unchanged(self) -> bool:
-        return True  # no object is ever written twice
-
-    def close(self) -> None:
-        pass
 
 
 def check_name(name: str) -> None:

@@ -63,8 +63,7 @@ class ObjectStore:
         self._bucket = Bucket(url, timeout=timeout)
         self.url = self._bucket.url
         self._grace = grace
-        self._part_bytes = part_bytes
-        self._concurrency = concurrency
+        self._parts = (part_bytes, concurrency)
         self._crew = Crew(concurrency)
 
     def steps(self) -> list[int]:
@@ -104,8 +103,7 @@ class ObjectStore:
             raise UsageError(f"step {step} is negative")
         if not TOKEN.fullmatch(token) or token == MANIFEST:
             raise UsageError(f"{token!r} cannot be a token")
-        parts = (self._part_bytes, self._concurrency)
-        return ObjectDraft(self._bucket, step, token, overwrite, *parts)
+        return ObjectDraft(self._bucket, step, token, overwrite, *self._parts)
 
     def delete(self, step: int) -> None:
         path = manifest_path(step)

@@ -7,11 +7,11 @@ box is copied out of it. Detours are taken in waves, so that their buffers stay 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from math import prod
 from operator import itemgetter
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 
@@ -20,13 +20,8 @@ from torchrelay.geometry.strides import contiguous_strides, packed
 from torchrelay.memory.host import host_block
 from torchrelay.plan.reads import BoxRead
 from torchrelay.plan.region import Region
-from torchrelay.plan.stored import Shard, StoredTensor
 from torchrelay.state import tensors as t
 from torchrelay.stores.reading.fetch import Placed
-
-if TYPE_CHECKING:
-    from torch.distributed.checkpoint.planner import ReadItem
-
 
 WAVE_BYTES = 256 << 20
 
@@ -58,6 +53,8 @@ class Wave:
     after: list[Callable[[], None]] = field(default_factory=list)
     device: int | None = None  # the GPU that all of its places are on
     fetch: WaveFetch | None = None  # what reads it, from its check on
+    ends: dict[int, int] = field(default_factory=dict)  # of the last range of each file
+    detours: int = 0  # bytes of buffers
 
     def finish(self) -> None:
         """Everything has arrived: take it where it belongs."""
@@ -65,75 +62,62 @@ class Wave:
             copy()
 
 
-def waves(wishes: Iterable[BoxRead], shards: Iterable[ShardRead] = ()) -> list[Wave]:
+def waves(reads: Iterable[BoxRead], shards: Iterable[ShardRead] = ()) -> list[Wave]:
     """Plan the reads. `MismatchError` for a destination that cannot be written to."""
     direct = list(shards)
     detours: list[BoxRead] = []
-    for wish in wishes:
-        if not prod(wish.sizes):
+    for read in reads:
+        if not prod(read.sizes):
             continue
-        if wish.destination.dtype == t.dtype_named(wish.tensor.dtype) and is_run(wish):
-            direct.append(ShardRead(wish.shard.file, first_byte(wish), _region(wish.destination)))
+        if read.destination.dtype == t.dtype_named(read.tensor.dtype) and is_run(read):
+            direct.append(ShardRead(read.shard.file, first_byte(read), _region(read.destination)))
         else:
-            detours.append(wish)
-    planned = _Waves()
+            detours.append(read)
+    planned: list[Wave] = []
     for file, start, region in sorted(direct, key=itemgetter(0, 1)):
-        planned.add(file, start, region)
-    for wish in sorted(detours, key=lambda wish: (wish.shard.file, first_byte(wish))):
-        region, copy = _detour(wish)
-        planned.add(wish.shard.file, first_byte(wish), region, copy)
-    return planned.waves
+        _wave_for(planned, file, start, region)
+    for read in sorted(detours, key=lambda read: (read.shard.file, first_byte(read))):
+        region, copy = _detour(read)
+        wave = _wave_for(planned, read.shard.file, first_byte(read), region, region.nbytes)
+        wave.after.append(copy)
+    return planned
 
 
-class _Waves:
-    """Reads come in the order of their files: no byte of a file is wanted twice in one wave."""
-
-    def __init__(self) -> None:
-        self.waves: list[Wave] = []
-        self._ends: list[dict[int, int]] = []
-        self._detours: list[int] = []  # bytes of buffers
-
-    def add(
-        self, file: int, start: int, region: Region, after: Callable[[], None] | None = None
-    ) -> None:
-        buffer = region.nbytes if after is not None else 0
-        device = region.keep.get_device() if region.keep.is_cuda else None
-        for place, wave in enumerate(self.waves):
-            detours = self._detours[place]
-            full = buffer and detours and detours + buffer > WAVE_BYTES
-            if wave.device == device and self._ends[place].get(file, 0) <= start and not full:
-                break
-        else:
-            place, wave = len(self.waves), Wave(device=device)
-            self.waves.append(wave)
-            self._ends.append({})
-            self._detours.append(0)
-        self._ends[place][file] = start + region.nbytes
-        self._detours[place] += buffer
-        wave.wanted.setdefault(file, []).append((start, region))
-        if after is not None:
-            wave.after.append(after)
+def _wave_for(planned: list[Wave], file: int, start: int, region: Region, buffer: int = 0) -> Wave:
+    """Add a read to the first wave that can take it, and its buffer. Reads come in the order of
+    their files: no byte of a file is wanted twice in one wave."""
+    device = region.keep.get_device() if region.keep.is_cuda else None
+    for wave in planned:
+        full = buffer and wave.detours and wave.detours + buffer > WAVE_BYTES
+        if wave.device == device and wave.ends.get(file, 0) <= start and not full:
+            break
+    else:
+        planned.append(wave := Wave(device=device))
+    wave.ends[file] = start + region.nbytes
+    wave.detours += buffer
+    wave.wanted.setdefault(file, []).append((start, region))
+    return wave
 
 
-def is_run(wish: BoxRead) -> bool:
+def is_run(read: BoxRead) -> bool:
     """Whether a box is one run of its shard's elements."""
-    if wish.sizes == wish.shard.sizes:
+    if read.sizes == read.shard.sizes:
         return True
     inner = False
-    for size, whole in zip(wish.sizes, wish.shard.sizes, strict=True):
+    for size, whole in zip(read.sizes, read.shard.sizes, strict=True):
         if inner and size != whole:
             return False
         inner = inner or size > 1
     return True
 
 
-def first_byte(wish: BoxRead) -> int:
+def first_byte(read: BoxRead) -> int:
     """Where in the file the first element of the box lies."""
-    if not any(wish.offsets):
-        return wish.shard.start
-    strides = contiguous_strides(wish.shard.sizes)
-    first = sum(offset * stride for offset, stride in zip(wish.offsets, strides, strict=True))
-    return wish.shard.start + first * t.dtype_named(wish.tensor.dtype).itemsize
+    if not any(read.offsets):
+        return read.shard.start
+    strides = contiguous_strides(read.shard.sizes)
+    first = sum(offset * stride for offset, stride in zip(read.offsets, strides, strict=True))
+    return read.shard.start + first * t.dtype_named(read.tensor.dtype).itemsize
 
 
 def _region(destination: torch.Tensor) -> Region:
@@ -145,39 +129,21 @@ def _region(destination: torch.Tensor) -> Region:
     return Region.row_major(destination)
 
 
-def _detour(wish: BoxRead) -> tuple[Region, Callable[[], None]]:
+def _detour(read: BoxRead) -> tuple[Region, Callable[[], None]]:
     """Room for the rows that the box lies in, and how the box is copied out of it.
 
     The room is memory that nothing has touched, so it costs nothing before its wave is read.
     """
-    dtype = t.dtype_named(wish.tensor.dtype)
-    strides = contiguous_strides(wish.shard.sizes)
-    reach = sum((size - 1) * stride for size, stride in zip(wish.sizes, strides, strict=True)) + 1
+    dtype = t.dtype_named(read.tensor.dtype)
+    strides = contiguous_strides(read.shard.sizes)
+    reach = sum((size - 1) * stride for size, stride in zip(read.sizes, strides, strict=True)) + 1
     rows = host_block(reach * dtype.itemsize)
-    box = t.raw(rows.untyped_storage(), 0, dtype.itemsize, wish.sizes, strides)
+    box = t.raw(rows.untyped_storage(), 0, dtype.itemsize, read.sizes, strides)
 
     def copy() -> None:
-        if wish.destination.dtype == dtype:
-            t.raw_of(wish.destination).copy_(box)
+        if read.destination.dtype == dtype:
+            t.raw_of(read.destination).copy_(box)
         else:
-            wish.destination.copy_(rows.view(dtype).as_strided(wish.sizes, strides))
+            read.destination.copy_(rows.view(dtype).as_strided(read.sizes, strides))
 
     return Region.row_major(rows), copy
-
-
-def asked_for(item: ReadItem, stored: StoredTensor, place: torch.Tensor) -> BoxRead:
-    """The read that a planner of torch asks for."""
-    index = item.storage_index
-    shard = _shard_at(stored, index.offset or (), index.index)
-    return BoxRead(stored, shard, tuple(item.storage_offsets), tuple(item.lengths), place)
-
-
-def _shard_at(tensor: StoredTensor, offsets: Sequence[int], hint: int | None) -> Shard:
-    """The shard that starts at these offsets; `hint` is where it probably stands."""
-    wanted = tuple(offsets)
-    if hint is not None and hint < len(tensor.shards) and tensor.shards[hint].offsets == wanted:
-        return tensor.shards[hint]
-    for shard in tensor.shards:
-        if shard.offsets == wanted:
-            return shard
-    raise MismatchError(f"{tensor.name} has no shard at {wanted}")

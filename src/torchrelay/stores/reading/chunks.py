@@ -17,8 +17,8 @@ from torchrelay.errors import DamagedError, RelayError
 from torchrelay.geometry import DIGEST_BYTES
 from torchrelay.memory.crew import share_out
 from torchrelay.record.schema import Record
-from torchrelay.stores.reading.ranges import Task, damaged, opened, unread, whole_chunks
-from torchrelay.stores.seam import DataReader, MappableReader, MendableStep, OpenStep
+from torchrelay.stores.reading.ranges import Task, damaged, opened, reading, whole_chunks
+from torchrelay.stores.seam import DataReader, MendableStep, OpenStep
 from torchrelay.stores.writer.file_writer import WORKERS
 
 TASK_BYTES = 8 << 20  # what a thread takes on, or asks a service for, at once
@@ -41,12 +41,9 @@ class ChunkReads:
         spans: Mapping[int, Spans],
         progress: Callable[[int], None] | None = None,
     ) -> None:
-        self._step = step
-        self._record = record
-        self._spans = spans
+        self._step, self._record, self._spans = step, record, spans
         self._progress = progress or (lambda nbytes: None)
         self._batched = step.costly_reads
-        self._mapped: dict[int, MappableReader] = {}
         self.begun = False  # whether files were opened, so that bytes may have come
 
     def check(self) -> None:
@@ -54,7 +51,7 @@ class ChunkReads:
         self._run(self._check, self._chunks, once=False)
 
     def _check(self, task: Task, reader: DataReader, scratch: Scratch) -> None:
-        verifier, memory = self._verifier(task), self._memory(task)
+        verifier, memory = Verifier(self._step, self._record, task), self._memory(task, reader)
         if memory is not None:
             verifier.update(memory)
             return
@@ -65,13 +62,14 @@ class ChunkReads:
     def _run(self, act: Act, cut: Callable[[int, bool], Iterable[Task]], *, once: bool) -> None:
         """Have the tasks done that `cut` makes of each file; `once`: they are not read again."""
         readers = {file: opened(self._step, self._record, file, once=once) for file in self._spans}
-        # Asked once: whether an object is of a protocol takes Python longer than a small read.
-        self._mapped = {
-            file: one for file, one in readers.items() if isinstance(one, MappableReader)
-        }
         tasks = [
             task for file, reader in readers.items() for task in cut(file, self._is_batched(reader))
         ]
+        workers = WORKERS  # more where some of them wait
+        if self._step.costly_reads:
+            workers = max(WORKERS, COSTLY_WORKERS)
+        elif any(reader.cold for reader in readers.values()):
+            workers = max(WORKERS, COLD_WORKERS)
 
         def work() -> Callable[[Task], None]:
             scratch = Scratch()
@@ -80,7 +78,10 @@ class ChunkReads:
                 try:
                     act(task, readers[task.file], scratch)
                 except RelayError as fault:
-                    if not self._mended(task, fault):
+                    step, name = self._step, self._record.volumes[task.file].name
+                    if not isinstance(step, MendableStep):
+                        raise
+                    if not step.mend(name, task.start, task.stop, fault.message):
                         raise
                     act(task, readers[task.file], scratch)
                 self._progress(task.stop - task.start)
@@ -89,23 +90,10 @@ class ChunkReads:
 
         self.begun = True
         try:
-            share_out(tasks, work, self._workers(readers.values()))
+            share_out(tasks, work, workers)
         finally:
             for reader in readers.values():
                 reader.close()
-
-    def _workers(self, readers: Iterable[DataReader]) -> int:
-        """How many threads read: more where some of them wait."""
-        if self._step.costly_reads:
-            return max(WORKERS, COSTLY_WORKERS)
-        return max(WORKERS, COLD_WORKERS) if any(reader.cold for reader in readers) else WORKERS
-
-    def _mended(self, task: Task, fault: RelayError) -> bool:
-        """Whether another source supplied a range that could not be read."""
-        if not isinstance(self._step, MendableStep):
-            return False
-        name = self._record.volumes[task.file].name
-        return self._step.mend(name, task.start, task.stop, fault.message)
 
     def _is_batched(self, reader: DataReader) -> bool:
         return self._batched or reader.batched
@@ -122,24 +110,14 @@ class ChunkReads:
         for at in range(task.start, task.stop, size):
             yield at, whole[: task.stop - at]
 
-    def _memory(self, task: Task) -> memoryview | None:
+    def _memory(self, task: Task, reader: DataReader) -> memoryview | None:
         """A range in the memory of its source, if this process has it mapped."""
-        reader = self._mapped.get(task.file)
-        if reader is None:
-            return None
-        try:
+        with reading(self._step, self._record, task):
             return reader.memory(task.start, task.stop - task.start)
-        except (OSError, EOFError) as fault:
-            raise unread(self._step, self._record, task, fault) from fault
 
     def _read(self, task: Task, reader: DataReader, at: int, view: memoryview) -> None:
-        try:
+        with reading(self._step, self._record, task):
             reader.read_into(at, [view])
-        except (OSError, EOFError) as fault:
-            raise unread(self._step, self._record, task, fault) from fault
-
-    def _verifier(self, task: Task) -> Verifier:
-        return Verifier(self._step, self._record, task)
 
 
 class Verifier:
@@ -200,10 +178,7 @@ def check_chunks(
 def read_chunks(step: OpenStep, record: Record, task: Task) -> memoryview:
     """Read a range of whole chunks; `DamagedError` unless each has its digest."""
     data = memoryview(bytearray(task.stop - task.start))
-    with closing(opened(step, record, task.file)) as reader:
-        try:
-            reader.read_into(task.start, [data])
-        except (OSError, EOFError) as fault:
-            raise unread(step, record, task, fault) from fault
+    with closing(opened(step, record, task.file)) as reader, reading(step, record, task):
+        reader.read_into(task.start, [data])
     Verifier(step, record, task).update(data)
     return data

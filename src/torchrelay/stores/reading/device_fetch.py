@@ -12,7 +12,7 @@ cannot begin to read.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import cached_property
 from itertools import count
 from typing import NamedTuple
@@ -30,8 +30,8 @@ from torchrelay.memory.gpu.side import on_side_stream
 from torchrelay.record.schema import Record
 from torchrelay.stores.reading.chunks import not_as_written
 from torchrelay.stores.reading.fetch import Fetch, Placed
-from torchrelay.stores.reading.ranges import Task, merged, opened, unread, whole_chunks
-from torchrelay.stores.seam import DataReader, OpenStep
+from torchrelay.stores.reading.ranges import Task, merged, opened, reading, whole_chunks
+from torchrelay.stores.seam import OpenStep
 
 GROUP_BYTES = 256 << 20  # the least slab that is worth it
 ROUND_BYTES = 4 << 30  # of device memory, where bytes are not held back in it
@@ -60,13 +60,6 @@ class _Group(NamedTuple):
         return -(-self.nbytes // _ALIGN) * _ALIGN
 
 
-class _Places(NamedTuple):
-    """Where the bytes of one file go: memory by address, and regions that take more."""
-
-    runs: Runs
-    odd: list[Placed]
-
-
 class NoRoom(Exception):
     """The device has no memory for it; the message says how much it has."""
 
@@ -90,9 +83,11 @@ class DeviceFetch:
         self._wanted = wanted
         self._progress = progress or (lambda nbytes: None)
         self._places = {file: _places(placed) for file, placed in wanted.items()}
-        self._groups = [
-            group for file, placed in wanted.items() for group in self._cut(file, placed)
-        ]
+        self._groups: list[_Group] = []
+        for file, placed in wanted.items():
+            spans = merged(sorted((at, at + region.nbytes) for at, region in placed))
+            chunks = whole_chunks(checkpoint.volumes[file], spans, GROUP_BYTES)
+            self._groups += [_Group(file, start, stop) for start, stop in chunks]
         self._slab: torch.Tensor | None = None
         self._tables = Tables()
         self._begun = False
@@ -109,9 +104,10 @@ class DeviceFetch:
     def check(self) -> None:
         """Raise `DamagedError` unless every chunk has its digest. The bytes stay on the device, if
         it has room for all of them."""
-        self._groups = _placed_in_turn(self._groups)
+        whole = sum(group.room for group in self._groups)
+        self._groups = next(_rounds(self._groups, whole), [])
         try:
-            slab = self._allocate(sum(group.room for group in self._groups))
+            slab = self._allocate(whole)
             self._read(self._groups, slab, verify=True)
         except (NoRoom, CudaError, MemoryError) as fault:
             self.instead = f"{fault}: the files are read twice"
@@ -142,11 +138,6 @@ class DeviceFetch:
         except (NoRoom, CudaError, MemoryError) as fault:
             self.instead = str(fault)
             self._plain.land(verify=verify)
-
-    def _cut(self, file: int, placed: list[Placed]) -> Iterator[_Group]:
-        spans = merged(sorted((at, at + region.nbytes) for at, region in placed))
-        for start, stop in whole_chunks(self._checkpoint.volumes[file], spans, GROUP_BYTES):
-            yield _Group(file, start, stop)
 
     def _allocate(self, nbytes: int) -> torch.Tensor:
         room = max(0, room_on(self._device) - MARGIN)
@@ -182,7 +173,8 @@ class DeviceFetch:
                     group, at = task
                     nbytes = min(piece, group.stop - at)
                     part = Task(group.file, at, at + nbytes)
-                    self._fill(part, readers[group.file], upload.view(nbytes))
+                    with reading(self._store, self._checkpoint, part):
+                        readers[group.file].read_into(at, [upload.view(nbytes)])
                     upload.send(base + group.at + at - group.start, nbytes)
                     self._progress(nbytes)
 
@@ -199,12 +191,6 @@ class DeviceFetch:
                     upload.close()
                 for reader in readers.values():
                     reader.close()
-
-    def _fill(self, task: Task, reader: DataReader, view: memoryview) -> None:
-        try:
-            reader.read_into(task.start, [view])
-        except (OSError, EOFError) as fault:
-            raise unread(self._store, self._checkpoint, task, fault) from fault
 
     def _compare(self, groups: list[_Group], slab: torch.Tensor) -> None:
         """`DamagedError` unless what the current stream leaves in the slab has its digests."""
@@ -223,14 +209,11 @@ class DeviceFetch:
         sent = np.frombuffer(b"".join(expected), np.uint8).reshape(found.shape)
         bad = np.flatnonzero((found != sent).any(axis=1))
         if len(bad):
-            raise self._damaged(groups, int(chunks[0][bad[0]]))
-
-    def _damaged(self, groups: list[_Group], at: int) -> Exception:
-        """The chunk at a place of the slab does not hold."""
-        group = next(group for group in reversed(groups) if group.at <= at)
-        start = group.start + at - group.at
-        stop = min(start + self._checkpoint.volumes[group.file].chunk_bytes, group.stop)
-        return not_as_written(self._store, self._checkpoint, group.file, start, stop)
+            at = int(chunks[0][bad[0]])  # in the slab
+            group = next(group for group in reversed(groups) if group.at <= at)
+            start = group.start + at - group.at
+            stop = min(start + self._checkpoint.volumes[group.file].chunk_bytes, group.stop)
+            raise not_as_written(self._store, self._checkpoint, group.file, start, stop)
 
     def _scatter(self, groups: list[_Group], slab: torch.Tensor) -> None:
         """Copy groups from the slab to their places."""
@@ -240,11 +223,11 @@ class DeviceFetch:
         with torch.cuda.device(self._device), on_side_stream():
             found: list[Moves] = []
             for group in groups:
-                places = self._places[group.file]
-                positions, addresses, nbytes = places.runs.between(group.start, group.stop)
+                runs, odd = self._places[group.file]
+                positions, addresses, nbytes = runs.between(group.start, group.stop)
                 sources = positions - np.uint64(group.start) + np.uint64(base + group.at)
                 found.append(Moves(positions, sources, addresses, nbytes))
-                for at, region in places.odd:
+                for at, region in odd:
                     low, high = max(at, group.start), min(at + region.nbytes, group.stop)
                     if low < high:
                         skip = group.at + low - group.start
@@ -255,28 +238,22 @@ class DeviceFetch:
             kernels.copy(Moves(*columns), self._device, self._tables)
 
 
-def _placed_in_turn(groups: Iterable[_Group]) -> list[_Group]:
-    """One behind the other in a slab."""
-    found, at = [], 0
-    for group in groups:
-        found.append(group._replace(at=at))
-        at += group.room
-    return found
-
-
 def _rounds(groups: list[_Group], nbytes: int) -> Iterator[list[_Group]]:
-    """As many groups at a time as a slab has room for."""
+    """As many groups at a time as a slab has room for, one behind the other in it."""
     some: list[_Group] = []
+    at = 0
     for group in groups:
-        if sum(one.room for one in some) + group.room > nbytes:
-            yield _placed_in_turn(some)
-            some = []
-        some.append(group)
+        if at + group.room > nbytes:
+            yield some
+            some, at = [], 0
+        some.append(group._replace(at=at))
+        at += group.room
     if some:
-        yield _placed_in_turn(some)
+        yield some
 
 
-def _places(placed: list[Placed]) -> _Places:
+def _places(placed: list[Placed]) -> tuple[Runs, list[Placed]]:
+    """Where the bytes of one file go: memory by address, and regions that take more."""
     rows, odd = [], []
     for at, region in placed:
         run = region.run(0, region.nbytes)
@@ -284,4 +261,4 @@ def _places(placed: list[Placed]) -> _Places:
             odd.append((at, region))
         else:
             rows.append((at, run.data_ptr(), run.nbytes))
-    return _Places(Runs.of(rows), odd)
+    return Runs.of(rows), odd

@@ -15,7 +15,14 @@ import torch
 from torchrelay.plan.region import Region
 from torchrelay.plan.stream import Stream
 from torchrelay.record.schema import Record
-from torchrelay.stores.reading.chunks import PIECE_BYTES, TASK_BYTES, ChunkReads, Scratch, Views
+from torchrelay.stores.reading.chunks import (
+    PIECE_BYTES,
+    TASK_BYTES,
+    ChunkReads,
+    Scratch,
+    Verifier,
+    Views,
+)
 from torchrelay.stores.reading.ranges import Task, damaged, merged
 from torchrelay.stores.seam import DataReader, OpenStep
 from torchrelay.stores.writer.file_writer import host_view
@@ -71,16 +78,14 @@ class Fetch(ChunkReads):
     def _land(
         self, task: Task, reader: DataReader, scratch: Scratch, *, verify: bool = True
     ) -> None:
-        def read(at: int, view: memoryview) -> None:
-            self._read(task, reader, at, view)
-
-        memory = self._memory(task) if verify else None
-        check = self._verifier(task).update if verify else None
+        memory = self._memory(task, reader) if verify else None
+        check = Verifier(self._step, self._record, task).update if verify else None
+        read = partial(self._read, task, reader)
         self._into_place(task, reader, scratch, memory, read, check)
 
     def _land_again(self, task: Task, reader: DataReader, scratch: Scratch) -> None:
         """Land what `check` has verified."""
-        memory = self._memory(task)
+        memory = self._memory(task, reader)
 
         def read(at: int, view: memoryview) -> bool:
             return reader.read_cached(at, [view])

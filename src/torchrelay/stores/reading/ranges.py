@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import NamedTuple
 
 from torchrelay.errors import CheckpointError, DamagedError
@@ -24,10 +25,8 @@ def opened(step: OpenStep, record: Record, file: int, *, once: bool = False) -> 
     """A file of a step; `DamagedError` unless it exists and has its recorded size."""
     expected = record.volumes[file]
     whole = Task(file, 0, expected.nbytes)
-    try:
+    with reading(step, record, whole):
         reader = step.reader(expected.name, once=once)
-    except OSError as fault:
-        raise unread(step, record, whole, fault) from fault
     if reader.nbytes != expected.nbytes:
         reader.close()
         problem = f"has {reader.nbytes} bytes, {expected.nbytes} were written"
@@ -36,20 +35,22 @@ def opened(step: OpenStep, record: Record, file: int, *, once: bool = False) -> 
     return reader
 
 
-def unread(
-    step: OpenStep, record: Record, task: Task, fault: OSError | EOFError
-) -> CheckpointError:
-    """The error of a read that failed. It is damage only if the file itself was found wrong; a
-    medium that does not give its bytes may give them later."""
-    if isinstance(fault, EOFError) or is_wrong(fault):
-        return damaged(step, record, task, f"cannot be read: {fault}")
-    return CheckpointError(
-        f"cannot be read: {fault.strerror or fault}; its bytes may be intact, so try again when "
-        "the storage works",
-        step=record.step,
-        phase="read",
-        file=f"{step.url}/{record.volumes[task.file].name}",
-    )
+@contextmanager
+def reading(step: OpenStep, record: Record, task: Task) -> Iterator[None]:
+    """Within: a read that fails names its file. It is damage only if the file itself is found
+    wrong; a medium that does not give its bytes may give them later."""
+    try:
+        yield
+    except (OSError, EOFError) as fault:
+        if isinstance(fault, EOFError) or is_wrong(fault):
+            raise damaged(step, record, task, f"cannot be read: {fault}") from fault
+        raise CheckpointError(
+            f"cannot be read: {fault.strerror or fault}; its bytes may be intact, so try again "
+            "when the storage works",
+            step=record.step,
+            phase="read",
+            file=f"{step.url}/{record.volumes[task.file].name}",
+        ) from fault
 
 
 def damaged(step: OpenStep, record: Record, task: Task, problem: str) -> DamagedError:

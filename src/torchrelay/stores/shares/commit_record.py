@@ -89,12 +89,17 @@ def sealed(record: Record) -> bytes:
     """
     data = encode_at_rest(record)
     try:
-        found = decode_at_rest(data)
+        if encode_at_rest(decode_at_rest(data)) == data:
+            return data
+        why = "it reads back as another one"
     except ManifestError as fault:
-        raise _not_sealed(record, f"it cannot be read back: {fault.message}") from fault
-    if encode_at_rest(found) != data:
-        raise _not_sealed(record, "it reads back as another one")
-    return data
+        why = f"it cannot be read back: {fault.message}"
+    raise CheckpointError(
+        f"the step was not committed because its commit record is wrong ({why}): report this, "
+        "with the state's structure",
+        step=record.step,
+        phase="commit",
+    )
 
 
 def check_files(draft: Draft, record: Record) -> None:
@@ -110,12 +115,3 @@ def check_files(draft: Draft, record: Record) -> None:
                 phase="commit",
                 file=file.name,
             )
-
-
-def _not_sealed(record: Record, why: str) -> CheckpointError:
-    return CheckpointError(
-        f"the step was not committed because its commit record is wrong ({why}): report this, "
-        "with the state's structure",
-        step=record.step,
-        phase="commit",
-    )

@@ -23,28 +23,6 @@ from torchrelay.memory.gpu.side import on_side_stream
 from torchrelay.plan.stream import Stream
 from torchrelay.stores.writer.file_writer import FileSpec
 
-_Marks = np.ndarray[Any, np.dtype[np.bool_]]
-
-
-class DeviceHashing:
-    """Digests of files, computed on the GPUs that hold the bytes. The plan is kept, so computing
-    them a second time is cheap. The caller must have waited for pending work on the memory.
-    """
-
-    def __init__(self, files: Sequence[FileSpec], streams: Sequence[Stream]) -> None:
-        self._files = files
-        self._line = _Line()
-        for file, stream in zip(files, streams, strict=True):
-            self._line.add(file, stream)
-
-    def hashed(self) -> list[FileSpec]:
-        """The files, with the digests of chunks that a GPU has alone. All files are hashed at once,
-        as if they were one behind the other."""
-        if not self._line.device:
-            return list(self._files)
-        found = iter(self._line.digests())
-        return [file._replace(digests=next(found)) for file in self._files]
-
 
 class _OnDevice(NamedTuple):
     """Chunks that one GPU hashes."""
@@ -55,39 +33,56 @@ class _OnDevice(NamedTuple):
     table: ChunkTable
 
 
-class _Line:
-    """Files one behind the other, each from a multiple of its chunks' size on."""
+class DeviceHashing:
+    """Digests of files, computed on the GPUs that hold the bytes. The plan is kept, so computing
+    them a second time is cheap. The caller must have waited for pending work on the memory.
 
-    def __init__(self) -> None:
-        self.device: dict[int, list[tuple[int, int, int]]] = {}
+    All files are hashed at once, as if they were one behind the other, each from a multiple of its
+    chunks' size on.
+    """
+
+    def __init__(self, files: Sequence[FileSpec], streams: Sequence[Stream]) -> None:
+        self._files = files
+        self._device: dict[int, list[tuple[int, int, int]]] = {}
         self._strays: list[tuple[int, int, int]] = []
         self._host: list[Runs] = []
         self._starts: list[Column] = []
         self._stops: list[Column] = []
-        self._end = 0
         self._tables = Tables()
+        base = 0
+        for file, stream in zip(files, streams, strict=True):
+            for at, region in stream.elsewhere:
+                run = region.run(0, region.nbytes) if region.keep.is_cuda else None
+                if run is None:
+                    self._strays.append((base + at, at, region.nbytes))
+                else:
+                    rows = self._device.setdefault(run.get_device(), [])
+                    rows.append((base + at, run.data_ptr(), run.nbytes))
+            host, skip = stream.host, np.uint64(base)
+            self._host.append(Runs(host.starts + skip, host.addresses, host.stops - host.starts))
+            starts = np.arange(0, file.nbytes, file.chunk_bytes, dtype=np.uint64)
+            stops = np.minimum(starts + np.uint64(file.chunk_bytes), np.uint64(file.nbytes))
+            self._starts.append(starts + skip)
+            self._stops.append(stops + skip)
+            base += len(starts) * file.chunk_bytes
 
-    def add(self, file: FileSpec, stream: Stream) -> None:
-        base = self._end
-        for at, region in stream.elsewhere:
-            run = region.run(0, region.nbytes) if region.keep.is_cuda else None
-            if run is None:
-                self._strays.append((base + at, at, region.nbytes))
-            else:
-                rows = self.device.setdefault(run.get_device(), [])
-                rows.append((base + at, run.data_ptr(), run.nbytes))
-        host, skip = stream.host, np.uint64(base)
-        self._host.append(Runs(host.starts + skip, host.addresses, host.stops - host.starts))
-        starts = np.arange(0, file.nbytes, file.chunk_bytes, dtype=np.uint64)
-        stops = np.minimum(starts + np.uint64(file.chunk_bytes), np.uint64(file.nbytes))
-        self._starts.append(starts + skip)
-        self._stops.append(stops + skip)
-        self._end += len(starts) * file.chunk_bytes
+    def hashed(self) -> list[FileSpec]:
+        """The files, with the digests of chunks that a GPU has alone, and zeros for others."""
+        if not self._device:
+            return list(self._files)
+        found = np.zeros((sum(map(len, self._starts)), DIGEST_BYTES), np.uint8)
+        for device, chosen, beside, table in self._by_device:
+            with suppress(CudaError), torch.cuda.device(device), on_side_stream():
+                beside.bring()
+                found[chosen] = kernels.digests(table, device, self._tables).cpu().numpy()
+        parts = np.split(found, np.cumsum([len(column) for column in self._starts])[:-1])
+        pairs = zip(self._files, parts, strict=True)
+        return [file._replace(digests=part.tobytes()) for file, part in pairs]
 
     @cached_property
     def _by_device(self) -> list[_OnDevice]:
         starts, stops = np.concatenate(self._starts), np.concatenate(self._stops)
-        memory = {device: Runs.of(rows) for device, rows in self.device.items()}
+        memory = {device: Runs.of(rows) for device, rows in self._device.items()}
         touched = {device: _reached(starts, runs) for device, runs in memory.items()}
         shared = np.sum([*touched.values(), _reached(starts, Runs.of(self._strays))], axis=0) > 1
         host = Runs.merged(*self._host)
@@ -100,19 +95,8 @@ class _Line:
             found.append(_OnDevice(device, chosen, beside, table))
         return found
 
-    def digests(self) -> list[bytes]:
-        """The digests of each file's chunks; zeros for chunks that no GPU has alone."""
-        count = sum(map(len, self._starts))
-        found = np.zeros((count, DIGEST_BYTES), np.uint8)
-        for device, chosen, beside, table in self._by_device:
-            with suppress(CudaError), torch.cuda.device(device), on_side_stream():
-                beside.bring()
-                found[chosen] = kernels.digests(table, device, self._tables).cpu().numpy()
-        ends = np.cumsum([len(column) for column in self._starts])
-        return [part.tobytes() for part in np.split(found, ends[:-1])]
 
-
-def _reached(starts: Column, memory: Runs) -> _Marks:
+def _reached(starts: Column, memory: Runs) -> np.ndarray[Any, np.dtype[np.bool_]]:
     """Which chunks have bytes of this memory."""
     first = np.searchsorted(starts, memory.starts, side="right") - 1
     last = np.searchsorted(starts, memory.stops - np.uint64(1), side="right") - 1

@@ -73,10 +73,12 @@ def arrange(
     files = []
     for group, members in groups.items():
         split = _split([entries[index].nbytes for index in members], file_bytes)
-        for part, places in enumerate(split):
-            name = _file_name(group, part, len(split), rank, world)
+        ranked = group if world == 1 else f"{group}.rank-{rank:05}-of-{world:05}"
+        for part, places in enumerate(split, 1):
+            name = ranked if len(split) == 1 else f"{ranked}-{part:05}-of-{len(split):05}"
             chosen = [members[place] for place in places]
-            files.append(_file(name, "" if group == LOOSE else group, chosen, entries))
+            below = "" if group == LOOSE else group
+            files.append(_file(f"{name}.safetensors", below, chosen, entries))
         if len(split) > 1 and world == 1:
             files.append(_index(group, files[-len(split) :], entries))
     return files
@@ -90,15 +92,6 @@ def _index(group: str, files: Sequence[FileLayout], entries: Sequence[Entry]) ->
     return FileLayout(
         f"{group}.safetensors.index.json", text, (), len(text), _chunk_bytes(len(text))
     )
-
-
-def _file_name(group: str, part: int, parts: int, rank: int, world: int) -> str:
-    name = group
-    if world > 1:
-        name += f".rank-{rank:05}-of-{world:05}"
-    if parts > 1:
-        name += f"-{part + 1:05}-of-{parts:05}"
-    return name + ".safetensors"
 
 
 def rank_of(name: str) -> int | None:

@@ -7,6 +7,7 @@ state, a position in the data. Plain values and plain tensors that differ are ke
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from functools import cached_property
 from typing import NamedTuple
 
 import msgspec
@@ -18,7 +19,6 @@ from torchrelay.geometry.boxes import Numbers
 from torchrelay.plan.stored import Names
 from torchrelay.record.kinds import KindTable
 from torchrelay.record.manifest import Leaf, TensorLeaf, parts, with_parts
-from torchrelay.record.numbers import pack_column
 from torchrelay.record.rows import LeafRows
 from torchrelay.record.schema import (
     ImageKind,
@@ -27,6 +27,7 @@ from torchrelay.record.schema import (
     RankDifference,
     Record,
     column_of,
+    pack_column,
 )
 
 _encode = msgspec.msgpack.Encoder(enc_hook=pack_column).encode
@@ -64,11 +65,10 @@ class _Base:
     own is."""
 
     def __init__(self, record: Record, names: Sequence[str], joined: _Joined, told: RankOutline):
-        self.names, self._joined = names, joined
+        self._record, self._joined = record, joined
+        self._names = names
         self.rows = LeafRows(record, at_rest=True)
-        self._record = record
         self.renamed = frozenset(told.renamed)
-        self._places: dict[str, int] | None = None
         self._users: dict[int, tuple[Numbers, list[int]]] = {}
         kinds = [joined.kinds.image(kind) for kind in record.image_kinds]
         of_images = record.image_kind.tolist()
@@ -89,11 +89,10 @@ class _Base:
             images=self.numbers[outline.row_images] if rows else None,
         )
 
-    def place(self, name: str) -> int | None:
-        """The image that has a name in this outline."""
-        if self._places is None:
-            self._places = {known: image for image, known in enumerate(self.names)}
-        return self._places.get(name)
+    @cached_property
+    def images(self) -> dict[str, int]:
+        """The images of this outline, by name."""
+        return {known: image for image, known in enumerate(self._names)}
 
     def kind_like(self, image: int, dtype: str, shape: tuple[int, ...]) -> int:
         """The kind of an image that another rank has in the place of one of this outline."""
@@ -175,7 +174,7 @@ def _difference(rank: int, one: RankOutline, base: _Base, joined: _Joined) -> Ra
             own[index] = leaf
     numbers, changed = base.numbers, []
     for old in base.renamed | one.renamed.keys():
-        image = base.place(old)
+        image = base.images.get(old)
         if image is None:
             continue
         number = int(base.numbers[image])

@@ -100,12 +100,12 @@ class Ruling(msgspec.Struct, array_like=True, frozen=True, tag="ruling"):
     left: tuple[str, ...] = ()
 
 
-def bucket_of(name: str) -> int:
-    return _number(name) % BUCKETS
-
-
 def _number(name: str) -> int:
     return xxhash.xxh32_intdigest(name.encode("utf-8", "surrogatepass"))
+
+
+def bucket_of(name: str) -> int:
+    return _number(name) % BUCKETS
 
 
 def digests_of_tensors(held: Iterable[HeldTensor]) -> bytes:
@@ -190,10 +190,8 @@ def written_by_name(one: HeldTensor) -> bool:
 
 def differing(all_digests: Sequence[bytes]) -> tuple[int, ...]:
     """The buckets that are not the same on all ranks."""
-    if len(set(all_digests)) < 2:
-        return ()
-    cuts = [slice(n * DIGEST_BYTES, (n + 1) * DIGEST_BYTES) for n in range(BUCKETS)]
     distinct = set(all_digests)
+    cuts = [slice(n * DIGEST_BYTES, (n + 1) * DIGEST_BYTES) for n in range(BUCKETS)]
     return tuple(n for n, cut in enumerate(cuts) if len({known[cut] for known in distinct}) > 1)
 
 
@@ -241,8 +239,10 @@ def rulings(
             if row.fact != first.fact:
                 if row.mesh:
                     why = "it is a plain tensor on some ranks and a distributed one on others"
-                    raise _contradicted(why, rank, name)
-                renamed[rank][name] = _free(f"{name}@rank-{rank}", taken)
+                    raise CheckpointError(why, rank=rank, phase="plan", path=name)
+                renamed[rank][name] = f"{name}@rank-{rank}"
+                while renamed[rank][name] in taken:
+                    renamed[rank][name] += "~"
         writer = same[_number(name) // BUCKETS % len(same)][0]
         for rank, _ in same:
             if rank != writer:
@@ -272,28 +272,17 @@ def check_all_there(nbytes: int, whole: int, path: str | None = None) -> None:
         )
 
 
-def _free(name: str, taken: set[str]) -> str:
-    while name in taken:
-        name += "~"
-    return name
-
-
-def _contradicted(why: str, rank: int, name: str) -> CheckpointError:
-    return CheckpointError(why, rank=rank, phase="plan", path=name)
-
-
 def _check_distributed(name: str, several: Sequence[tuple[int, Row]]) -> None:
     """Ranks that each have a mesh of their own must have the same tensor on them."""
     first = several[0][1]
     known: dict[bytes, bytes] = {}
     for rank, row in several:
-        if row.fact != first.fact or not row.mesh:
-            why = "ranks have it in different layouts: give tensors that differ different names"
-            raise _contradicted(why, rank, name)
         place, value = row.part
-        if place and known.setdefault(place, value) != value:
-            why = (
-                "ranks with a mesh of their own have other values: give tensors that differ "
-                "different names"
-            )
-            raise _contradicted(why, rank, name)
+        if row.fact != first.fact or not row.mesh:
+            why = "ranks have it in different layouts"
+        elif place and known.setdefault(place, value) != value:
+            why = "ranks with a mesh of their own have other values"
+        else:
+            continue
+        why += ": give tensors that differ different names"
+        raise CheckpointError(why, rank=rank, phase="plan", path=name)

@@ -6,14 +6,13 @@ they have in one round, and only where they differ they send details in a second
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from math import prod
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import NamedTuple
 
 import msgspec
 import numpy as np
 import torch
-import xxhash
 
 from torchrelay.coordination.call import Call
 from torchrelay.coordination.messages import decoded
@@ -28,21 +27,15 @@ from torchrelay.record.rows import LeafRows
 from torchrelay.record.schema import Record
 from torchrelay.state import tensors as t
 from torchrelay.state.local_parts import LocalBoxes, local_parts
-from torchrelay.state.meshes import mesh_record
 from torchrelay.state.paths import empty_tensors
 from torchrelay.stores.shares import ownership
+from torchrelay.stores.shares.held import Holder, bytes_by_rule, bytes_of_all, row_of
 from torchrelay.stores.shares.layout import Entry, FileLayout, arrange
 from torchrelay.stores.shares.outlines import RankOutline, merge, shape_of
-from torchrelay.stores.shares.ownership import Details, HeldTensor, Question, Row, Ruling, Statement
-from torchrelay.stores.shares.replicas import facts_of
+from torchrelay.stores.shares.ownership import Details, HeldTensor, Question, Ruling, Statement
 from torchrelay.stores.shares.share import Share, ShareContents
-from torchrelay.stores.shares.space import Space
-
-if TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh
 
 Signature = list[tuple[object, ...]]
-Source = Callable[[torch.Tensor], torch.Tensor]
 
 _encode = msgspec.msgpack.Encoder().encode
 _statement = msgspec.msgpack.Decoder(Statement)
@@ -79,12 +72,17 @@ class SharePlanner:
         self.known: _KnownPlan | None = None
 
     def plan(
-        self, state: object, call: Call, deadline: Deadline, space: Space | None = None
+        self,
+        state: object,
+        call: Call,
+        deadline: Deadline,
+        check_space: Callable[[int], None] = lambda nbytes: None,
     ) -> PlannedShare:
         """All ranks call it together. Every rank raises what any of them raises: a leaf that
-        cannot be saved, ranks that contradict each other, too little space."""
+        cannot be saved, ranks that contradict each other. The coordinator calls `check_space` with
+        the bytes of the step."""
         with gc_paused():
-            plan = SavePlan(self, state, space)
+            plan = SavePlan(self, state, check_space)
             answer = decoded(
                 _answer, call.round("plan", plan.statement, plan.compare, deadline), rank=0
             )
@@ -109,8 +107,13 @@ class _KnownPlan(NamedTuple):
 class SavePlan:
     """One save that is being planned, on this rank."""
 
-    def __init__(self, planner: SharePlanner, state: object, space: Space | None) -> None:
-        self._planner, self._state, self._space = planner, state, space
+    def __init__(
+        self,
+        planner: SharePlanner,
+        state: object,
+        check_space: Callable[[int], None] = lambda nbytes: None,
+    ) -> None:
+        self._planner, self._state, self._check_space = planner, state, check_space
         self._held: list[HeldTensor] = []
         self._statements: list[Statement] = []
         self._stand_ins = None if planner.dtype is None else StandIns(planner.dtype)
@@ -127,23 +130,20 @@ class SavePlan:
         self._signature = _signature(self._described)
         tensors = list(zip(self._described.names, self._described.tensors, strict=True))
         if planner.world == 1:
+            boxes = LocalBoxes()
             for name, tensor in tensors:
-                _check_whole(name, tensor)
+                _check_whole(name, tensor, boxes)
             return b""
-        teams = _Teams(planner.members)
-        self._held = [_held(name, tensor, teams, planner, self._source) for name, tensor in tensors]
+        holder = Holder(planner.rank, planner.world, planner.members, self._source)
+        self._held = [holder.held(name, tensor) for name, tensor in tensors]
         return _encode(
             Statement(
                 shape_of(self._described.record),
-                ownership.digests_of_leaves(self._rows),
+                ownership.digests_of_leaves(LeafRows(self._described.record, at_rest=True)),
                 ownership.digests_of_tensors(self._held),
-                _bytes_by_rule(self._held),
+                bytes_by_rule(self._held),
             )
         )
-
-    @property
-    def _rows(self) -> LeafRows:
-        return LeafRows(self._described.record, at_rest=True)
 
     def details(self, question: Question) -> bytes:
         """The second message of this rank, where ranks differ."""
@@ -151,17 +151,17 @@ class SavePlan:
         rows, same = [], []
         for one, tensor in zip(self._held, self._described.tensors, strict=True):
             if ownership.bucket_of(one.name) in buckets:
-                rows.append(_row(one, tensor, self._source))
+                rows.append(row_of(one, tensor, self._source))
             else:
                 same.append(one)
-        leaves = self._rows
+        leaves = LeafRows(self._described.record, at_rest=True)
         asked = np.isin(ownership.buckets_of_leaves(leaves), question.leaves)
         return _encode(
             Details(
                 rows,
                 [(index, leaves[index]) for index in np.flatnonzero(asked).tolist()],
                 encode(self._described.record) if question.outline else None,
-                _bytes_by_rule(same),
+                bytes_by_rule(same),
             )
         )
 
@@ -171,9 +171,9 @@ class SavePlan:
         if known is None or (known.signature, known.ruling) != (self._signature, ruling):
             known = self._made(ruling)
         tensors = self._described.tensors
-        found = [_part(tensors[image], number) for image, number in known.parts]
+        found = [self._source(_part(tensors[image], number)) for image, number in known.parts]
         self._planner.known = known
-        contents = ShareContents(known.entries, list(map(self._source, found)), {})
+        contents = ShareContents(known.entries, found)
         if self._stand_ins is None:
             return Share(contents, known.layouts)
         return Share(contents, known.layouts, self._stand_ins.region)
@@ -219,14 +219,14 @@ class SavePlan:
     def compare(self, said: list[bytes]) -> list[bytes]:
         """A question to each rank where they differ, else the ruling that needs none."""
         mine, tensors = self._described.record, self._described.tensors
-        nbytes = _bytes_of_all(tensors)
+        nbytes = bytes_of_all(tensors)
         if self._planner.world > 1:
             self._statements = [decoded(_statement, data, rank) for rank, data in enumerate(said)]
             asked = ownership.questions(self._statements)
             if asked is not None:
                 return [_encode(question) for question in asked]
             nbytes = sum(statement.nbytes for statement in self._statements)
-            ownership.check_all_there(nbytes, _bytes_of_all(tensors))
+            ownership.check_all_there(nbytes, bytes_of_all(tensors))
         self._end(msgspec.structs.replace(mine, ranks=(0,) * len(said)), nbytes)
         return [_encode(Ruling())] * len(said)
 
@@ -241,7 +241,7 @@ class SavePlan:
         ruled = ownership.rulings(details, asked, taken)
         pairs = zip(names, tensors, strict=True)
         same = [one for name, one in pairs if ownership.bucket_of(name) not in asked]
-        ownership.check_all_there(sum(one.nbytes for one in details), _bytes_of_all(same))
+        ownership.check_all_there(sum(one.nbytes for one in details), bytes_of_all(same))
         merged = merge(
             RankOutline(
                 statement.shape,
@@ -258,8 +258,7 @@ class SavePlan:
         return [_encode(ruling) for ruling in ruled]
 
     def _end(self, outlined: Record, nbytes: int) -> None:
-        if self._space is not None:
-            self._space.check(nbytes)
+        self._check_space(nbytes)
         self.outlined, self.nbytes = outlined, nbytes
 
 
@@ -281,63 +280,6 @@ def _outline(told: Details, rank: int) -> tuple[Record, Sequence[str]] | None:
         ) from fault
 
 
-class _Teams:
-    """Which ranks that take part have the same elements as this one, for each kind of tensor."""
-
-    def __init__(self, members: Collection[int] | None) -> None:
-        self._members = members
-        self._places: dict[tuple[DeviceMesh, tuple[int, ...]], tuple[int, int]] = {}
-        self.held: dict[object, HeldTensor] = {}  # a DTensor of each spec
-
-    def place(self, mesh: DeviceMesh, copies: tuple[int, ...]) -> tuple[int, int]:
-        """This rank's number among the ranks that have replicas along `copies`, and their
-        number."""
-        found = self._places.get((mesh, copies))
-        if found is None:
-            here: Any = mesh.get_coordinate()
-            along = tuple(slice(None) if dim in copies else at for dim, at in enumerate(here))
-            alike = mesh.mesh[along].flatten().tolist()
-            team = [rank for rank in alike if self._members is None or rank in self._members]
-            found = team.index(int(mesh.mesh[tuple(here)])), len(team)
-            self._places[mesh, copies] = found
-        return found
-
-
-def _held(
-    name: str, tensor: torch.Tensor, teams: _Teams, planner: SharePlanner, source: Source
-) -> HeldTensor:
-    if type(tensor) is torch.Tensor:
-        facts = facts_of(source(tensor))
-        return HeldTensor(name, facts, tensor.nbytes, planner.rank, planner.world, b"")
-    if t.is_dtensor(tensor):
-        return _held_dtensor(name, tensor, teams)
-    locals_, _, all_boxes, _ = t.sharded_parts(tensor)  # type: ignore[arg-type]
-    nbytes = sum(local.nbytes for local in locals_)
-    boxes = [(box.offsets, box.sizes) for box in all_boxes]
-    fact = _digest((t.NAMES[tensor.dtype], tuple(tensor.size()), boxes))
-    where = _digest([box.placement for box in all_boxes])
-    return HeldTensor(name, fact, nbytes, 0, 1, b"", where)
-
-
-def _held_dtensor(name: str, tensor: t.DTensor, teams: _Teams) -> HeldTensor:
-    local, spec = t.dtensor_parts(tensor)
-    if (like := teams.held.get(spec)) is not None:
-        return like._replace(name=name)
-    mesh = mesh_record(spec.mesh)
-    placements = tuple(t.placement_record(placement) for placement in spec.placements)
-    copies = tuple(dim for dim, one in enumerate(placements) if one.kind == "replicate")
-    nbytes, replica, replicas = 0, 0, 1
-    if spec.mesh.get_coordinate() is not None:
-        nbytes = local.nbytes
-        replica, replicas = teams.place(spec.mesh, copies)
-    where = _digest(mesh)
-    fact = _digest((t.NAMES[tensor.dtype], tuple(tensor.shape), placements, mesh.shape))
-    team = _digest((where, copies))
-    found = HeldTensor(name, fact, nbytes, replica, replicas, team, where)
-    teams.held[spec] = found
-    return found
-
-
 def _empty(described: Described) -> list[Entry]:
     rows, names = LeafRows(described.record), set(described.names)
     return [
@@ -347,14 +289,11 @@ def _empty(described: Described) -> list[Entry]:
     ]
 
 
-def _check_whole(name: str, tensor: torch.Tensor) -> None:
+def _check_whole(name: str, tensor: torch.Tensor, boxes: LocalBoxes) -> None:
     """`UnsupportedLeafError` if a process without a group has only a part of a tensor."""
     if type(tensor) is torch.Tensor:
         return
-    if t.is_dtensor(tensor):
-        here = t.dtensor_parts(tensor)[0].numel()
-    else:
-        here = sum(local.numel() for local in t.sharded_parts(tensor)[0])  # type: ignore[arg-type, misc]
+    here = sum(part.tensor.numel() for part in local_parts(tensor, boxes))
     if here < prod(tensor.size()):
         raise UnsupportedLeafError(
             f"this process has {here} of the {prod(tensor.size())} elements of a tensor that is "
@@ -363,37 +302,12 @@ def _check_whole(name: str, tensor: torch.Tensor) -> None:
         )
 
 
-def _bytes_of_all(wholes: Iterable[torch.Tensor]) -> int:
-    return sum(prod(whole.size()) * whole.dtype.itemsize for whole in wholes)
-
-
-def _bytes_by_rule(held: Sequence[HeldTensor]) -> int:
-    mine = ownership.written_by_rule(held)
-    return sum(one.nbytes for one in held if one.name in mine)
-
-
-def _row(one: HeldTensor, tensor: torch.Tensor, source: Source) -> Row:
-    if not one.mesh:
-        dtype, shape = t.NAMES[tensor.dtype], tuple(tensor.shape)
-        return Row(one.name, one.fact, one.nbytes, dtype=dtype, shape=shape)
-    parts = [part for part in local_parts(tensor) if part.tensor.numel()]
-    boxes = _digest([part.box for part in parts])
-    values = _digest([facts_of(source(part.tensor)) for part in parts])
-    nbytes = one.nbytes if ownership.written_by_name(one) else 0
-    part = (boxes, values) if parts else (b"", b"")
-    return Row(one.name, one.fact, nbytes, one.mesh, part, _bytes_of_all([tensor]))
-
-
 def _part(tensor: torch.Tensor, number: int) -> torch.Tensor:
     if type(tensor) is torch.Tensor:
         return tensor  # which is the outline's own
     if t.is_dtensor(tensor):
         return t.dtensor_parts(tensor)[0].detach()
     return t.sharded_parts(tensor)[0][number].detach()  # type: ignore[arg-type]
-
-
-def _digest(value: object) -> bytes:
-    return xxhash.xxh3_128_digest(_encode(value))
 
 
 def _signature(described: Described) -> Signature:

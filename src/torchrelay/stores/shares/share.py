@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import NamedTuple
 
 import numpy as np
@@ -13,13 +14,7 @@ from torchrelay.geometry.boxes import Box
 from torchrelay.plan.region import Region
 from torchrelay.plan.stream import Stream
 from torchrelay.record.kinds import KindTable
-from torchrelay.record.schema import (
-    ImageKind,
-    ObjectBytes,
-    Record,
-    VolumeRecord,
-    column_of,
-)
+from torchrelay.record.schema import ImageKind, ObjectBytes, Record, VolumeRecord, column_of
 from torchrelay.state.tensors import versions_of
 from torchrelay.stores.seam import DataFiles
 from torchrelay.stores.shares.device_hashing import DeviceHashing
@@ -30,20 +25,12 @@ PASS_BYTES = 64 << 20
 
 
 class ShareContents(NamedTuple):
-    """Boxes to write with the memory they are in; and objects as kind and bytes, by name, which
-    only the planners of torch make."""
+    """Boxes to write with the memory they are in. `objects`: kind and size, by name, of those that
+    are the bytes of an object, which only the planners of torch make."""
 
     entries: list[Entry]
     tensors: list[torch.Tensor]
-    objects: dict[str, tuple[str, bytes]]
-
-    def all_entries(self) -> list[Entry]:
-        """The boxes of tensors, and after them the objects as boxes of bytes."""
-        objects = []
-        for name, (_, data) in self.objects.items():
-            size = (max(1, len(data)),)
-            objects.append(Entry(name, "uint8", size, (0,), size, "objects"))
-        return [*self.entries, *objects]
+    objects: Mapping[str, tuple[str, int]] = MappingProxyType({})
 
 
 class Share:
@@ -58,33 +45,34 @@ class Share:
         ),
     ) -> None:
         """`region`: the bytes of a tensor in a dtype, row by row."""
-        entries, tensors = contents.all_entries(), list(contents.tensors)
-        for _, data in contents.objects.values():
-            tensors.append(torch.frombuffer(bytearray(data or b"\0"), dtype=torch.uint8))
-        plain = len(contents.entries)
         self.layouts = layouts
         self.contents = contents
         self._versions = versions_of(contents.tensors)
         self.files = [FileSpec(file.name, file.nbytes, file.chunk_bytes) for file in layouts]
         self.streams: list[Stream] = []
-        self._own = tensors[plain:]  # memory that is not of a tensor: objects and headers
+        self._headers: list[torch.Tensor] = []
         self._objects: list[ObjectBytes] = []
         self._hashing: DeviceHashing | None = None
         for number, layout in enumerate(layouts):
             head = torch.frombuffer(bytearray(layout.header), dtype=torch.uint8)
             placed = [(0, Region.row_major(head))]
             for start, index in layout.placed:
-                entry = entries[index]
-                placed.append((start, region(tensors[index], entry.dtype)))
-                if index >= plain:
-                    kind, data = contents.objects[entry.name]
-                    self._objects.append(ObjectBytes(entry.name, kind, number, start, len(data)))
-            self._own.append(head)
+                entry = contents.entries[index]
+                placed.append((start, region(contents.tensors[index], entry.dtype)))
+                if entry.name in contents.objects:
+                    kind, nbytes = contents.objects[entry.name]
+                    self._objects.append(ObjectBytes(entry.name, kind, number, start, nbytes))
+            self._headers.append(head)
             self.streams.append(Stream.of(placed, layout.nbytes))
 
     @property
     def nbytes(self) -> int:
         return sum(file.nbytes for file in self.files)
+
+    @property
+    def phase(self) -> str:
+        """The phase of a rank that writes it, for reports of who is late."""
+        return f"writing {', '.join(file.name for file in self.files[:3])}"
 
     @property
     def on_host(self) -> bool:
@@ -145,13 +133,12 @@ class Share:
     def written(self, digests: Sequence[bytes]) -> Record:
         """The report of what was written: boxes by the names of their tensors, and volumes. Built
         when all is written: a trainer waits for what is done before."""
-        entries = self.contents.entries
         boxes: dict[str, list[tuple[Box, int, int]]] = {}
         first: dict[str, Entry] = {}
         for number, layout in enumerate(self.layouts):
             for start, index in layout.placed:
-                if index < len(entries):
-                    entry = entries[index]
+                entry = self.contents.entries[index]
+                if entry.name not in self.contents.objects:
                     first.setdefault(entry.name, entry)
                     box = (entry.offsets, entry.sizes)
                     boxes.setdefault(entry.name, []).append((box, number, start))

@@ -9,7 +9,6 @@ from __future__ import annotations
 import queue
 import threading
 from collections.abc import Iterator
-from typing import Protocol
 
 from torchrelay.deadlines import Deadline
 from torchrelay.errors import CheckpointError, StorageTimeoutError
@@ -17,31 +16,10 @@ from torchrelay.memory.arena import Arena
 from torchrelay.memory.pages import paged
 from torchrelay.memory.staging import Copy, stage
 from torchrelay.stores.shares.share import Share
+from torchrelay.stores.writer.client import WriterSave
 from torchrelay.stores.writer.file_writer import FileSpec, FileWriter, Placed
 
 SLOTS = 4  # of an arena smaller than the share
-
-
-class Target(Protocol):
-    """Writes staged bytes: threads of this process, or the writer process (`WriterSave`)."""
-
-    def write(self, placed: list[Placed], deadline: Deadline) -> None: ...
-    def finish(self, deadline: Deadline) -> list[bytes]: ...
-    def abort(self) -> None: ...
-
-
-class ThreadTarget:
-    """Threads of this process; `base` is the address of the arena."""
-
-    def __init__(self, writer: FileWriter, base: int) -> None:
-        self._writer, self._base = writer, base
-        self.abort = writer.abort
-
-    def write(self, placed: list[Placed], deadline: Deadline) -> None:
-        self._writer.write_staged(placed, self._base)
-
-    def finish(self, deadline: Deadline) -> list[bytes]:
-        return self._writer.finish()
 
 
 def fills(files: list[FileSpec], slot_bytes: int) -> Iterator[list[Placed]]:
@@ -82,14 +60,14 @@ def arena_bytes(files: list[FileSpec]) -> int:
 
 
 class Pipeline:
-    """Fills slots and has them written. `stage` returns when the sources may change; `finish`,
-    called once from any thread, when everything is durable."""
+    """Fills slots and has them written, by threads of this process or by the writer process.
+    `stage` returns when the sources may change; `finish`, called once from any thread, when
+    everything is durable."""
 
-    def __init__(self, share: Share, arena: Arena, target: Target, deadline: Deadline) -> None:
-        self._share = share
-        self._arena = arena
-        self._target = target
-        self._deadline = deadline
+    def __init__(
+        self, share: Share, arena: Arena, target: FileWriter | WriterSave, deadline: Deadline
+    ) -> None:
+        self._share, self._arena, self._target, self._deadline = share, arena, target, deadline
         self._slots = 1 if arena_bytes(share.files) <= arena.nbytes else SLOTS
         self._slot_bytes = arena.nbytes // self._slots
         self._free = threading.Semaphore(self._slots)
@@ -116,8 +94,9 @@ class Pipeline:
             self._jobs.put(None)
 
     def _wait_for_slot(self) -> None:
-        left = min(max(0.0, self._deadline.left()), threading.TIMEOUT_MAX)
-        is_free = self._free.acquire(timeout=left)
+        is_free = self._free.acquire(
+            timeout=min(max(0.0, self._deadline.left()), threading.TIMEOUT_MAX)
+        )
         if self._fault is not None:
             raise self._fault
         if not is_free:
@@ -130,7 +109,7 @@ class Pipeline:
     def _write(self) -> None:
         try:
             while (placed := self._jobs.get()) is not None and self._fault is None:
-                self._target.write(placed, self._deadline)
+                self._target.write_staged(placed)
                 self._free.release()
         except BaseException as fault:
             self._fault = self._fault or fault
@@ -146,4 +125,4 @@ class Pipeline:
         if self._fault is not None:
             self._target.abort()
             raise self._fault
-        return self._target.finish(self._deadline)
+        return self._target.finish()

@@ -47,7 +47,10 @@ def as_planned(record: Record) -> AsPlanned:
     Only the planner knows which containers it takes apart, so it plans a state of the same shape
     that has no bytes.
     """
-    ranks = [LeafRows(record, rank, at_rest=True) for rank in _first_ranks(record)]
+    first: dict[int, int] = {}  # the first rank of each outline that a rank has
+    for rank, outline in enumerate(record.ranks):
+        first.setdefault(outline, rank)
+    ranks = [LeafRows(record, first[outline], at_rest=True) for outline in sorted(first)]
     offered = [leaf for rows in ranks for leaf in rows]
     tree = laid_over([(rows.tree, len(rows)) for rows in ranks])
     stored = StoredTensors(record)
@@ -86,14 +89,6 @@ def as_planned(record: Record) -> AsPlanned:
     for one in record.objects:
         entries[one.name] = BytesStorageMetadata()
     return planned
-
-
-def _first_ranks(record: Record) -> list[int]:
-    """The first rank of each outline that a rank has."""
-    found: dict[int, int] = {}
-    for rank, outline in enumerate(record.ranks):
-        found.setdefault(outline, rank)
-    return [found[outline] for outline in sorted(found)]
 
 
 def _no_part(part: m.TensorLeaf) -> torch.Tensor:

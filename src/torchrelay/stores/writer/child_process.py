@@ -1,16 +1,20 @@
-"""A child process: started when it is needed, sent requests over a socket, ended."""
+"""A child process without torch: started when it is needed, sent requests over a socket, ended."""
 
 from __future__ import annotations
 
+import os
+import signal
 import socket
 import subprocess
-from collections.abc import Sequence
-from contextlib import suppress
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
 
 from torchrelay.deadlines import Deadline
 from torchrelay.stores.writer.frames import exchange
-from torchrelay.stores.writer.launch import launch
 
+NICE = 5  # the trainer's threads go first
 END_SECONDS = 5.0
 _KILL_SECONDS = 0.5
 
@@ -54,6 +58,7 @@ class ChildProcess:
         self._end(0)
 
     def _disconnect(self) -> None:
+        """Close this process's end alone: that of a process which was forked stays connected."""
         if self._link is not None:
             self._link.close()
             self._link = None
@@ -71,7 +76,7 @@ class ChildProcess:
 
     def detach_after_fork(self) -> None:
         """In a child of a fork: forget the process, which stays the parent's."""
-        self._disconnect()  # this process's end alone: the parent's stays connected
+        self._disconnect()
         self._process = None
 
     def close(self) -> None:
@@ -82,3 +87,41 @@ class ChildProcess:
                 self._link.shutdown(socket.SHUT_RDWR)
         self._disconnect()
         self._end(END_SECONDS)
+
+
+@contextmanager
+def trainer_at(link: int) -> Iterator[socket.socket]:
+    """In a process that was launched: the socket to the trainer, by its descriptor. The process
+    ends with the trainer, which may have been sent the same signals."""
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, signal.SIG_IGN)
+    with suppress(OSError):
+        os.nice(NICE)
+    with socket.socket(fileno=link) as end:
+        yield end
+
+
+def launch(program: str, *, mute: bool = False) -> tuple[subprocess.Popen[bytes], socket.socket]:
+    """Run `serve` of a module of this package in an isolated interpreter; our end of the socket.
+
+    `mute`: it has no output, so that a reader of this process's output does not wait for it.
+    """
+    output = subprocess.DEVNULL if mute else None
+    ours, theirs = socket.socketpair()
+    with theirs:
+        package = Path(__file__).resolve().parents[2]
+        start = str(Path(__file__).with_name("start.py"))
+        paths = [str(Path(path).absolute()) for path in sys.path if path]
+        try:
+            process = subprocess.Popen(
+                [sys.executable, "-I", start, str(theirs.fileno()), str(package), program, *paths],
+                pass_fds=[theirs.fileno()],
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                start_new_session=True,  # a Ctrl-C in the trainer's terminal is not for it
+            )
+        except BaseException:
+            ours.close()
+            raise
+    return process, ours

@@ -20,31 +20,24 @@ _START_SECONDS = 60.0
 PART_BYTES = 64 << 20  # after which progress is reported
 
 
-class WriterProcess:
+class WriterProcess(ChildProcess):
     """A writer process, started when it is first needed and again if it was lost.
 
     One save at a time uses it. Every request has a deadline; a writer that misses it is ended.
     """
 
     def __init__(self) -> None:
-        self._writer = ChildProcess("torchrelay.stores.writer.process")
+        super().__init__("torchrelay.stores.writer.process")
         self._lock = threading.Lock()
         self._attached = (0, -1)  # which of its processes has which arena
         self._saves = 0
-
-    @property
-    def pid(self) -> int | None:
-        return self._writer.pid
-
-    def start(self) -> None:
-        self._writer.start()
 
     def attach(
         self, fds: Sequence[int], each: int, nbytes: int, timeout: float = _START_SECONDS
     ) -> None:
         """Give the writer an arena, unless it is the one it has."""
         self.start()
-        arena = self._writer.generation, os.fstat(fds[0]).st_ino
+        arena = self.generation, os.fstat(fds[0]).st_ino
         if self._attached == arena:
             return
         with self._lock:
@@ -57,14 +50,15 @@ class WriterProcess:
         step: int,
         token: str,
         files: Sequence[FileSpec],
-        timeout: float,
+        deadline: Deadline,
         bar: Bar,
     ) -> WriterSave:
         """Open the files of a save, in a draft that exists."""
         with self._lock:
             self._saves += 1
-            self._ask(p.Begin(url, step, token, timeout, list(files)), timeout, "open")
-            return WriterSave(self, self._saves, files, bar)
+            left = deadline.left()
+            self._ask(p.Begin(url, step, token, left, list(files)), left, "open")
+            return WriterSave(self, self._saves, files, deadline, bar)
 
     def ask(self, save: int, request: p.Request, timeout: float, phase: str) -> p.Finished:
         """A request of a save. A thread of a save that was given up may still run, and must not
@@ -78,10 +72,10 @@ class WriterProcess:
         self, request: p.Request, timeout: float, phase: str, fds: Sequence[int] = ()
     ) -> p.Finished:
         try:
-            data = self._writer.exchange(msgspec.msgpack.encode(request), timeout, fds)
+            data = self.exchange(msgspec.msgpack.encode(request), timeout, fds)
         except BaseException as fault:
-            code = self._writer.exit_status
-            self._writer.drop()
+            code = self.exit_status
+            self.drop()
             if isinstance(fault, TimeoutError):
                 raise StorageTimeoutError(
                     "the writer did not finish in time: give a longer timeout", phase=phase
@@ -98,27 +92,24 @@ class WriterProcess:
             raise CheckpointError(answer.message, phase=answer.phase or phase, file=answer.file)
         return answer
 
-    def detach_after_fork(self) -> None:
-        """In a child of a fork: forget the process, which stays the parent's."""
-        self._writer.detach_after_fork()
-
-    def close(self) -> None:
-        """End the process; it is idle, or its work was given up."""
-        self._writer.close()
-
 
 class WriterSave:
     """The files of one save in the writer process."""
 
     def __init__(
-        self, process: WriterProcess, number: int, files: Sequence[FileSpec], bar: Bar
+        self,
+        process: WriterProcess,
+        number: int,
+        files: Sequence[FileSpec],
+        deadline: Deadline,
+        bar: Bar,
     ) -> None:
-        self._process, self._number, self._files, self._bar = process, number, files, bar
+        self._process, self._number, self._files = process, number, files
+        self._deadline, self._bar = deadline, bar
 
-    def write(self, placed: list[Placed], deadline: Deadline) -> None:
-        """Write (file, start, stop, position in the arena) of staged bytes."""
+    def write_staged(self, placed: list[Placed]) -> None:
         for part in self._parts(placed):
-            self._process.ask(self._number, p.Write(part), deadline.left(), "write")
+            self._process.ask(self._number, p.Write(part), self._deadline.left(), "write")
             self._bar.add(sum(stop - start for _, start, stop, _ in part))
 
     def _parts(self, placed: list[Placed]) -> Iterator[list[Placed]]:
@@ -138,9 +129,9 @@ class WriterSave:
         if placed:
             yield placed
 
-    def finish(self, deadline: Deadline) -> list[bytes]:
+    def finish(self) -> list[bytes]:
         """Make the files durable; returns the digests of their chunks."""
-        return self._process.ask(self._number, p.Finish(), deadline.left(), "sync").digests
+        return self._process.ask(self._number, p.Finish(), self._deadline.left(), "sync").digests
 
     def abort(self) -> None:
         """Give up the files, if this is still the current save; never raises."""

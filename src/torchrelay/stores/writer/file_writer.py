@@ -67,16 +67,17 @@ Placed = tuple[int, int, int, int]  # file, start and stop in it, position in th
 
 
 class FileWriter:
-    """The files of one rank's draft: `write` for each set of ranges, then `finish`."""
+    """The files of one rank's draft: `write` for each set of ranges, then `finish`. `base`: the
+    address of the arena that `write_staged` takes bytes from."""
 
     def __init__(
         self,
         draft: DataFiles,
         files: Sequence[FileSpec],
         progress: Callable[[int], None] = lambda nbytes: None,
+        base: int = 0,
     ) -> None:
-        self._files = files
-        self._progress = progress
+        self._files, self._progress, self._base = files, progress, base
         self._sinks: list[Sink] = []
         self._digests = [
             bytearray(file.digests or 16 * -(-file.nbytes // file.chunk_bytes)) for file in files
@@ -97,15 +98,21 @@ class FileWriter:
 
         def worker() -> Callable[[_Task], None]:
             buffer = ctypes.create_string_buffer(PIECE)
-            return lambda task: self._do(task, buffer)
+
+            def do(task: _Task) -> None:
+                for part in task:
+                    with self._named(self._files[part.file].name):
+                        self._write(part, buffer)
+                    self._progress(part.stop - part.start)
+
+            return do
 
         share_out(self._tasks(ranges), worker, threads)
 
-    def write_staged(self, placed: Sequence[Placed], base: int) -> None:
-        """The same, of copies in an arena that begins at an address."""
-        self.write(
-            [Range(n, start, stop, Staged(start, base + at)) for n, start, stop, at in placed]
-        )
+    def write_staged(self, placed: Sequence[Placed]) -> None:
+        """The same, of copies in the arena."""
+        at_base = self._base
+        self.write([Range(n, low, high, Staged(low, at_base + at)) for n, low, high, at in placed])
 
     def _tasks(self, ranges: Sequence[Range]) -> list[_Task]:
         """The tasks of the threads. Files alternate, so that threads work on different ones. An
@@ -128,12 +135,6 @@ class FileWriter:
         turns = zip_longest(*by_file.values())
         return [task for turn in turns for task in turn if task is not None]
 
-    def _do(self, task: _Task, buffer: ctypes.Array[ctypes.c_char]) -> None:
-        for part in task:
-            with self._named(self._files[part.file].name):
-                self._write(part, buffer)
-            self._progress(part.stop - part.start)
-
     def _write(self, part: Range, buffer: ctypes.Array[ctypes.c_char]) -> None:
         file, sink = self._files[part.file], self._sinks[part.file]
         size = part.stop - part.start if _are_known(file, *part[1:3]) else file.chunk_bytes
@@ -150,14 +151,13 @@ class FileWriter:
 
     def finish(self) -> list[bytes]:
         """Make the files durable; returns the digests of each file's chunks."""
-        pairs = list(zip(self._files, self._sinks, strict=True))
-        share_out(pairs, lambda: self._finish, FINISHERS)
-        return [bytes(digests) for digests in self._digests]
 
-    def _finish(self, pair: tuple[FileSpec, Sink]) -> None:
-        file, sink = pair
-        with self._named(file.name):
-            sink.finish()
+        def finish(pair: tuple[FileSpec, Sink]) -> None:
+            with self._named(pair[0].name):
+                pair[1].finish()
+
+        share_out(zip(self._files, self._sinks, strict=True), lambda: finish, FINISHERS)
+        return [bytes(digests) for digests in self._digests]
 
     def abort(self) -> None:
         for sink in self._sinks:

@@ -17,9 +17,9 @@ import msgspec
 from torchrelay.errors import CheckpointError
 from torchrelay.memory.pages import address_of, side_by_side
 from torchrelay.stores.locate import open_store
+from torchrelay.stores.writer.child_process import trainer_at
 from torchrelay.stores.writer.file_writer import FileSpec, FileWriter, Placed
 from torchrelay.stores.writer.frames import receive_frame, send_frame
-from torchrelay.stores.writer.launch import trainer_at
 
 
 class Attach(msgspec.Struct, tag="attach"):
@@ -97,10 +97,10 @@ class _Writer:
             draft = open_store(request.url, timeout=request.timeout).draft(
                 request.step, request.token
             )
-            self._writing = FileWriter(draft, request.files)
+            self._writing = FileWriter(draft, request.files, base=self._base)
         elif isinstance(request, Write):
             assert self._writing is not None
-            self._writing.write_staged(request.placed, self._base)
+            self._writing.write_staged(request.placed)
         elif isinstance(request, Finish):
             assert self._writing is not None
             digests = self._writing.finish()

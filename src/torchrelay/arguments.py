@@ -1,8 +1,10 @@
-"""One or several of a kind, as a caller may give them."""
+"""Arguments with one meaning wherever a caller gives them: one or several of a kind, and patterns
+of dotted paths."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from fnmatch import fnmatchcase
 from typing import TypeVar
 
 from torchrelay.errors import UsageError
@@ -11,7 +13,7 @@ Item = TypeVar("Item")
 
 
 def items_of(name: str, given: Item | Iterable[Item], kind: type[Item], word: str) -> list[Item]:
-    """They as a list; `UsageError` for anything else."""
+    """Returns the items as a list; `UsageError` for anything else."""
     if isinstance(given, kind):
         return [given]
     try:
@@ -21,3 +23,12 @@ def items_of(name: str, given: Item | Iterable[Item], kind: type[Item], word: st
     if items is None or not all(isinstance(item, kind) for item in items):
         raise UsageError(f"{name} is {word}, or several in a list, not {given!r}")
     return items
+
+
+def matches(path: str, patterns: Iterable[str]) -> bool:
+    """Whether a path matches one of the patterns: `*`, `?` and `[...]` as in file names. A pattern
+    without any of them is a path, and includes everything below it."""
+    return any(
+        fnmatchcase(path, one) or (path.startswith(f"{one}.") and not set(one) & set("*?["))
+        for one in patterns
+    )

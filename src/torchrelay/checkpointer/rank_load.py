@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
+from typing import NamedTuple
 
 import torch
 
@@ -41,7 +42,7 @@ from torchrelay.stores.seam import DeviceStep, LendingStep, OpenStep, WantedBox
 _HOST = torch.empty(0, dtype=torch.uint8, device="cpu")
 
 
-class Loading:
+class RankLoad:
     """Planned by the constructor, then `check`, `make` and `end`. No memory of the caller is
     written before `end`."""
 
@@ -78,8 +79,10 @@ class Loading:
             )
             on = replace(options, device=options.device or torch.device("cpu"))
             self._landing = land_share(self._share, into, on, workspace, self._filled)
-            self._new, self._own = _Reads(), _Reads()
+            self._new, self._own = _Reads([], []), _Reads([], [])
             self._plan()
+            wanted = (*self._lent, *self._wanted)
+            self.nbytes = sum(self._portion(image).nbytes for image in wanted)
         self._waves: tuple[list[Wave], list[Wave]] | None = None
 
     def _portion(self, image: int) -> Portion:
@@ -116,7 +119,7 @@ class Loading:
                 # The landing keeps the memory.
                 self._new.add_shard(shard, portion, _HOST, storage.data_ptr() + offset)
             else:
-                self._new.boxes += _all_of(portion, portion.over(storage, offset))
+                self._new.boxes.extend(_all_of(portion, portion.over(storage, offset)))
         for image, tensor in self._landing.own():
             portion = self._wants(image)
             _check_room(portion, tensor.numel() * tensor.element_size())
@@ -124,7 +127,7 @@ class Loading:
             if shard is not None and tensor.is_cpu and tensor.is_contiguous():
                 self._own.add_shard(shard, portion, tensor, tensor.data_ptr())
             else:
-                self._own.boxes += _all_of(portion, tensor.detach())
+                self._own.boxes.extend(_all_of(portion, tensor.detach()))
 
     def _wants(self, image: int) -> Portion:
         self._wanted.append(image)
@@ -149,21 +152,17 @@ class Loading:
 
     def _waves_of(self, reads: _Reads) -> list[Wave]:
         if not isinstance(self._step, DeviceStep):
-            return reads.waves()
-        near = reads.take_on_devices()
+            return waves(reads.boxes, reads.shards)
+        near = [read for read in reads.boxes if read.destination.is_cuda]
+        others = [read for read in reads.boxes if not read.destination.is_cuda]
         copies = DeviceCopies(self._step, self._record, near, self._progress)
-        return [*([Wave(fetch=copies)] if near else []), *reads.waves()]
+        return [*([Wave(fetch=copies)] if near else []), *waves(others, reads.shards)]
 
     def _progress(self, nbytes: int) -> None:
         if self.left.is_set():
             raise StorageTimeoutError("the load was given up")
         if self._report is not None:
             self._report(nbytes)
-
-    @property
-    def nbytes(self) -> int:
-        lent = sum(self._portion(image).nbytes for image in self._lent)
-        return lent + self._new.nbytes + self._own.nbytes
 
     @property
     def touched(self) -> bool:
@@ -240,33 +239,16 @@ class Loading:
         return wave.fetch
 
 
-class _Reads:
+class _Reads(NamedTuple):
     """Shards that go to one run of memory as they are, and boxes of all other kinds."""
 
-    def __init__(self) -> None:
-        self.shards: list[ShardRead] = []
-        self.boxes: list[BoxRead] = []
-        self._taken = 0  # bytes of boxes that were taken
+    shards: list[ShardRead]
+    boxes: list[BoxRead]
 
     def add_shard(self, shard: Shard, portion: Portion, keep: torch.Tensor, address: int) -> None:
         if nbytes := portion.nbytes:
             region = Region.dense(keep, address, nbytes)
             self.shards.append(ShardRead(shard.file, shard.start, region))
-
-    def take_on_devices(self) -> list[BoxRead]:
-        """Boxes that go to GPUs, which `waves` then leaves out."""
-        near = [read for read in self.boxes if read.destination.is_cuda]
-        self.boxes = [read for read in self.boxes if not read.destination.is_cuda]
-        self._taken += sum(read.destination.nbytes for read in near)
-        return near
-
-    def waves(self) -> list[Wave]:
-        return waves(self.boxes, self.shards)
-
-    @property
-    def nbytes(self) -> int:
-        shards = sum(read.region.nbytes for read in self.shards)
-        return self._taken + shards + sum(read.destination.nbytes for read in self.boxes)
 
 
 class _StepFiles:

@@ -1,0 +1,131 @@
+"""The tensors of this rank, as a plan compares them with those of other ranks.
+
+Ranks recognise that they have the same tensor by values (`facts_of`), without comparing its bytes.
+Different values show different tensors; equal ones make a replica likely: of a large tensor they
+are made of samples.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Sequence
+from math import prod
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+import torch
+import xxhash
+
+from torchrelay.geometry.chunks import ALIGN
+from torchrelay.plan.region import Region
+from torchrelay.record.digest import digest
+from torchrelay.state import tensors as t
+from torchrelay.state.local_parts import local_parts
+from torchrelay.state.meshes import mesh_record
+from torchrelay.stores.shares.ownership import HeldTensor, Row, written_by_name, written_by_rule
+from torchrelay.stores.writer.file_writer import host_view
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+SMALL_BYTES = 64 << 10  # of a tensor that is compared between ranks
+SAMPLES = 4
+
+Source = Callable[[torch.Tensor], torch.Tensor]
+
+_encode = msgspec.msgpack.Encoder().encode
+
+
+class Holder:
+    """One rank. `members`: the ranks that take part as meshes count them, where that is known.
+    `source`: the tensor that has the elements of one."""
+
+    def __init__(
+        self, rank: int, world: int, members: Collection[int] | None, source: Source
+    ) -> None:
+        self._rank, self._world, self._members, self._source = rank, world, members, source
+        self._dtensors: dict[object, HeldTensor] = {}  # one of each spec
+
+    def held(self, name: str, tensor: torch.Tensor) -> HeldTensor:
+        if type(tensor) is torch.Tensor:
+            facts = facts_of(self._source(tensor))
+            return HeldTensor(name, facts, tensor.nbytes, self._rank, self._world, b"")
+        if t.is_dtensor(tensor):
+            local, spec = t.dtensor_parts(tensor)
+            if (found := self._dtensors.get(spec)) is None:
+                found = self._dtensors[spec] = self._dtensor(tensor, local, spec)
+            return found._replace(name=name)
+        locals_, _, all_boxes, _ = t.sharded_parts(tensor)  # type: ignore[arg-type]
+        boxes = [(box.offsets, box.sizes) for box in all_boxes]
+        fact = _digest((t.NAMES[tensor.dtype], tuple(tensor.size()), boxes))
+        where = _digest([box.placement for box in all_boxes])
+        return HeldTensor(name, fact, sum(one.nbytes for one in locals_), 0, 1, b"", where)
+
+    def _dtensor(self, tensor: t.DTensor, local: torch.Tensor, spec: Any) -> HeldTensor:
+        mesh = mesh_record(spec.mesh)
+        placements = tuple(t.placement_record(placement) for placement in spec.placements)
+        copies = tuple(dim for dim, one in enumerate(placements) if one.kind == "replicate")
+        nbytes, replica, replicas = 0, 0, 1
+        if spec.mesh.get_coordinate() is not None:
+            nbytes = local.nbytes
+            replica, replicas = self._replica(spec.mesh, copies)
+        where = _digest(mesh)
+        fact = _digest((t.NAMES[tensor.dtype], tuple(tensor.shape), placements, mesh.shape))
+        return HeldTensor("", fact, nbytes, replica, replicas, _digest((where, copies)), where)
+
+    def _replica(self, mesh: DeviceMesh, copies: tuple[int, ...]) -> tuple[int, int]:
+        """This rank's number among the ranks that take part and have replicas along `copies`, and
+        their number."""
+        here: Any = mesh.get_coordinate()
+        along = tuple(slice(None) if dim in copies else at for dim, at in enumerate(here))
+        alike = mesh.mesh[along].flatten().tolist()
+        team = [rank for rank in alike if self._members is None or rank in self._members]
+        return team.index(int(mesh.mesh[tuple(here)])), len(team)
+
+
+def facts_of(tensor: torch.Tensor) -> bytes:
+    """Dtype, shape and layout of a tensor, and the digest of its bytes or of samples of them."""
+    layout = [] if tensor.is_contiguous() else list(tensor.stride())
+    facts = f"{t.NAMES[tensor.dtype]} {list(tensor.shape)} {layout} ".encode()
+    region = Region.row_major(tensor)
+    if region.address and region.nbytes <= SMALL_BYTES:  # as nearly all are: without a copy
+        return facts + xxhash.xxh3_128_digest(host_view(region.address, region.nbytes))
+    spots = [(0, region.nbytes)]
+    if region.nbytes > SMALL_BYTES:
+        piece = SMALL_BYTES // SAMPLES
+        last = (region.nbytes - piece) // ALIGN
+        starts = [last * number // (SAMPLES - 1) * ALIGN for number in range(SAMPLES)]
+        spots = [(at, at + piece) for at in starts]
+    sample = torch.empty(sum(stop - at for at, stop in spots), dtype=torch.uint8, device="cpu")
+    done = 0
+    for at, stop in spots:
+        region.read(at, stop, sample[done:])
+        done += stop - at
+    return facts + digest(sample)
+
+
+def row_of(one: HeldTensor, tensor: torch.Tensor, source: Source) -> Row:
+    """The report to the coordinator of a tensor that ranks have differently."""
+    if not one.mesh:
+        dtype, shape = t.NAMES[tensor.dtype], tuple(tensor.shape)
+        return Row(one.name, one.fact, one.nbytes, dtype=dtype, shape=shape)
+    parts = [part for part in local_parts(tensor) if part.tensor.numel()]
+    boxes = _digest([part.box for part in parts])
+    values = _digest([facts_of(source(part.tensor)) for part in parts])
+    nbytes = one.nbytes if written_by_name(one) else 0
+    part = (boxes, values) if parts else (b"", b"")
+    return Row(one.name, one.fact, nbytes, one.mesh, part, bytes_of_all([tensor]))
+
+
+def bytes_of_all(wholes: Iterable[torch.Tensor]) -> int:
+    """Bytes of tensors, whichever ranks have them."""
+    return sum(prod(whole.size()) * whole.dtype.itemsize for whole in wholes)
+
+
+def bytes_by_rule(held: Sequence[HeldTensor]) -> int:
+    """Bytes that this rank writes where every rank has the same tensors."""
+    mine = written_by_rule(held)
+    return sum(one.nbytes for one in held if one.name in mine)
+
+
+def _digest(value: object) -> bytes:
+    return xxhash.xxh3_128_digest(_encode(value))
