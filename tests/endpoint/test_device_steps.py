@@ -23,12 +23,14 @@ from torchrelay.endpoint.server.messages import FinishPublish, Show, StepRecord,
 from torchrelay.errors import PeerLostError, UsageError
 from torchrelay.plan.stream import Stream
 from torchrelay.record.digest import digest
-from torchrelay.sources import lent_device
+from torchrelay.sources import device_source, lent_device
+from torchrelay.sources.connection import Host
 from torchrelay.sources.device_source import DeviceSource
 from torchrelay.sources.endpoint import EndpointSource
-from torchrelay.sources.lent_memory import DeviceExport
+from torchrelay.sources.lent_memory import DeviceExport, LocalFacts
 from torchrelay.stores.writer.file_writer import host_view
 from torchrelay.transports.routes.cuda.handles import Opening
+from torchrelay.weights import subscription
 
 
 class HostSlot:
@@ -148,6 +150,26 @@ def test_a_wait_ends_with_a_step_that_is_on_the_gpu(endpoint: Endpoint) -> None:
     endpoint.publish(_state(8), step=8, stage_on="host").result(60)
     got = tr.pull(endpoint.url, newer_than=7, timeout=60)
     assert (got.step, got.report.route) == (8, "mapped") and "cuda_ipc" in got.report.instead
+
+
+def test_a_subscription_asks_once_where_a_server_lends_memory(
+    endpoint: Endpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[Host] = []
+    find = device_source.local_facts
+
+    def spied(host: Host) -> LocalFacts:
+        asked.append(host)
+        return find(host)
+
+    monkeypatch.setattr(device_source, "local_facts", spied)
+    monkeypatch.setattr(subscription, "wants_gpu", lambda into, options: True)
+    into = _state(99)
+    with tr.subscribe(endpoint.url, into=into, timeout=60) as worker:
+        for step in range(1, 4):
+            endpoint.publish(_state(step), step=step)
+            assert worker.update(step).report.route == "cuda_ipc" and _is(into, step)
+    assert len(asked) == 1
 
 
 def test_a_step_in_host_memory_replaces_one_on_the_gpu(endpoint: Endpoint) -> None:

@@ -55,8 +55,7 @@ def main() -> None:
         token_file: str | None = access.TOKEN_FILE,
         cafile: str | None = access.CAFILE,
     ) -> None:
-        access.forget()
-        access.keep(token_file, cafile)
+        access.keep(token_file, cafile, begins=True)
 
     def demo(
         small: bool = typer.Option(False, "--small", help="A tiny model, fewer steps."),

@@ -26,15 +26,12 @@ KEYFILE = typer.Option(None, "--keyfile", help="Private key of the certificate."
 _given: dict[str, str] = {}
 
 
-def keep(token_file: str | None, cafile: str | None) -> None:
-    """Remember what was given with the command line or the command."""
+def keep(token_file: str | None, cafile: str | None, *, begins: bool = False) -> None:
+    """Remember what was given with the command, or with the command line that `begins`."""
+    if begins:
+        _given.clear()
     named = {"token_file": token_file, "cafile": cafile}
     _given.update({name: value for name, value in named.items() if value is not None})
-
-
-def forget() -> None:
-    """Begin a command line."""
-    _given.clear()
 
 
 def command(act: Callable[..., Any], trouble: int) -> Callable[..., Any]:

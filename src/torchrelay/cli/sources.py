@@ -1,14 +1,11 @@
-"""From what a user types as SOURCE to a state that commands look at.
-
-Each kind of source has one row in `KINDS`: whether a name is of that kind, and how it is opened.
-"""
+"""From what a user types as SOURCE to a state that commands look at."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import typer
 
@@ -35,27 +32,41 @@ FILES = (  # of other programs, in a folder: how they end, what they are, what l
 STEP = typer.Option(None, "--step", help="Step to use (default: the newest).")
 
 
-class SourceKind(NamedTuple):
-    fits: Callable[[str], bool]
-    open: Callable[[str, int | None], OpenedState]
-
-
 @contextmanager
 def opened_source(name: str, step: int | None = None) -> Iterator[OpenedState]:
     """The state that a name stands for, until the block ends."""
-    source = kind_of_source(name).open(name, step)
-    try:
+    with closing(_open(name, step)) as source:
         yield source
-    finally:
-        source.close()
 
 
-def kind_of_source(name: str) -> SourceKind:
-    """The kind of state that a name stands for. `UsageError` if it is none."""
-    for kind in KINDS:
-        if kind.fits(name):
-            return kind
-    raise UsageError(f"{name} has no state: give {HELP[0].lower()}{HELP[1:-1]}")
+def _open(name: str, step: int | None) -> OpenedState:
+    if is_url(name):
+        from torchrelay.cli.access import endpoints
+
+        return _opened(endpoints(name), step)
+    if is_place(name) and not _is_dcp(name):
+        return _open_step(name, step)
+    if is_torch_save_file(name):
+        raise UsageError(
+            f"{name} is a torch.save file, which can only be read as a whole: convert it first, by "
+            f"torchrelay convert {name} PLACE"
+        )
+    check_state(name)
+    if step is not None:
+        raise StepNotFoundError(f"{name} is one state without a step: leave out --step", step=step)
+    if _is_dcp(name):
+        from torchrelay.dropin.dcp_source import DcpSource
+
+        return DcpSource(str(_path(name)))
+    from torchrelay.inspection.safetensors_source import SafetensorsSource
+
+    return SafetensorsSource(_path(name))
+
+
+def check_state(name: str) -> None:
+    """`UsageError` unless something has this name."""
+    if not (is_url(name) or is_place(name) or is_file(name)):
+        raise UsageError(f"{name} has no state: give {HELP[0].lower()}{HELP[1:-1]}")
 
 
 def at_newest(name: str) -> str:
@@ -139,21 +150,8 @@ def is_url(name: str) -> bool:
     return name.startswith(("http://", "https://"))
 
 
-def _open_url(name: str, step: int | None) -> OpenedState:
-    from torchrelay.cli.access import endpoints
-
-    return _opened(endpoints(name), step)
-
-
 def _is_dcp(name: str) -> bool:
     return (_path(name) / ".metadata").is_file()
-
-
-def _open_dcp(name: str, step: int | None) -> OpenedState:
-    from torchrelay.dropin.dcp_source import DcpSource
-
-    _refuse_step(name, step)
-    return DcpSource(str(_path(name)))
 
 
 def is_torch_save_file(name: str) -> bool:
@@ -163,40 +161,12 @@ def is_torch_save_file(name: str) -> bool:
     return _path(name).is_file() and is_torch_save(_path(name))
 
 
-def _open_torch_save(name: str, step: int | None) -> OpenedState:
-    raise UsageError(
-        f"{name} is a torch.save file, which can only be read as a whole: convert it first, by "
-        f"torchrelay convert {name} PLACE"
-    )
-
-
 def is_file(name: str) -> bool:
     """Whether a name is of a file, whatever is in it."""
     return _path(name).is_file()
-
-
-def _open_file(name: str, step: int | None) -> OpenedState:
-    from torchrelay.inspection.safetensors_source import SafetensorsSource
-
-    _refuse_step(name, step)
-    return SafetensorsSource(_path(name))
-
-
-def _refuse_step(name: str, step: int | None) -> None:
-    if step is not None:
-        raise StepNotFoundError(f"{name} is one state without a step: leave out --step", step=step)
 
 
 def _path(name: str) -> Path:
     from torchrelay.stores.locate import directory_at, scheme_of
 
     return directory_at(name) if scheme_of(name)[0] == "file" else Path()
-
-
-KINDS = (
-    SourceKind(is_url, _open_url),
-    SourceKind(_is_dcp, _open_dcp),
-    SourceKind(is_place, _open_step),
-    SourceKind(is_torch_save_file, _open_torch_save),
-    SourceKind(is_file, _open_file),
-)

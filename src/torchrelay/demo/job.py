@@ -1,4 +1,4 @@
-"""The training job whose state is passed on: a small transformer, AdamW, dropout."""
+"""The training job whose state is passed on: a small transformer, AdamW, dropout, on all ranks."""
 
 from __future__ import annotations
 
@@ -9,6 +9,9 @@ from typing import Any
 import torch
 import xxhash
 from torch import nn
+from torch.distributed.checkpoint.state_dict import get_state_dict
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 
 
 @dataclass(frozen=True)
@@ -51,20 +54,23 @@ class _Model(nn.Module):
         return out
 
 
-class DemoJob:
-    """A model in training. Dropout draws on the random state, so that has to travel as well."""
+class ShardedJob:
+    """A model in training by FSDP2: each rank has its own batches and its own random numbers.
+    Dropout draws on the random state, so that has to travel as well."""
 
-    def __init__(self, settings: Settings, seed: int) -> None:
-        torch.manual_seed(seed)
-        self._settings = settings
+    def __init__(self, settings: Settings, rank: int, world: int) -> None:
+        torch.manual_seed(0)
+        self._settings, self._rank, self._world = settings, rank, world
         self.model = _Model(settings)
+        fully_shard(self.model)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-3)
         self.position = 0
+        torch.manual_seed(1 + rank)
 
     def step(self) -> float:
         """Train on the next batch; returns the loss."""
         settings = self._settings
-        data = torch.Generator().manual_seed(self._seed_of(self.position))
+        data = torch.Generator().manual_seed(self.position * self._world + self._rank)
         # Each row counts up from a random number: something that can be learned.
         first = torch.randint(settings.vocabulary, (settings.batch, 1), generator=data)
         batch = (first + torch.arange(settings.tokens + 1)) % settings.vocabulary
@@ -76,30 +82,43 @@ class DemoJob:
         self.position += 1
         return loss.item()
 
-    def _seed_of(self, position: int) -> int:
-        return position
+    def live_state(self) -> dict[str, Any]:
+        """The state as it is handed to torchrelay: the objects themselves."""
+        return {
+            "model": self.model,
+            "optimizer": self.optimizer,
+            "random": torch.get_rng_state(),
+            "position": self.position,
+        }
+
+    def take(self, state: dict[str, Any]) -> None:
+        """Apply the values that no object takes: random state and position."""
+        torch.set_rng_state(state["random"])
+        self.position = state["position"]
+
+    def weights(self) -> str:
+        """A digest of this rank's part of the weights and of the optimizer: of every path, dtype,
+        shape and bit."""
+        model, optimizer = get_state_dict(self.model, self.optimizer)
+        hasher = xxhash.xxh3_128()
+        for path, leaf in _leaves({"model": model, "optimizer": optimizer}):
+            if isinstance(leaf, torch.Tensor):
+                mine = leaf.to_local() if isinstance(leaf, DTensor) else leaf
+                hasher.update(f"{path} {mine.dtype} {tuple(mine.shape)} ".encode())
+                flat: Any = mine.detach().contiguous().reshape(-1).view(torch.uint8).numpy()
+                hasher.update(flat)
+            else:
+                hasher.update(f"{path} {leaf!r} ".encode())
+        return hasher.hexdigest()
 
 
-def leaves(state: object, path: str = "") -> Iterator[tuple[str, object]]:
+def _leaves(state: object, path: str = "") -> Iterator[tuple[str, object]]:
     """The leaves of a state with their paths."""
     if isinstance(state, dict):
         for key, value in state.items():
-            yield from leaves(value, f"{path}/{key}")
+            yield from _leaves(value, f"{path}/{key}")
     elif isinstance(state, list | tuple):
         for index, value in enumerate(state):
-            yield from leaves(value, f"{path}/{index}")
+            yield from _leaves(value, f"{path}/{index}")
     else:
         yield path, state
-
-
-def fingerprint(state: object) -> str:
-    """A digest of every path, dtype, shape and bit of a state."""
-    hasher = xxhash.xxh3_128()
-    for path, leaf in leaves(state):
-        if isinstance(leaf, torch.Tensor):
-            hasher.update(f"{path} {leaf.dtype} {tuple(leaf.shape)} ".encode())
-            flat: Any = leaf.detach().contiguous().reshape(-1).view(torch.uint8).numpy()
-            hasher.update(flat)
-        else:
-            hasher.update(f"{path} {leaf!r} ".encode())
-    return hasher.hexdigest()

@@ -86,11 +86,7 @@ class Story:
     """One run, from its first start to its end."""
 
     def __init__(
-        self,
-        plan: Plan,
-        hosts: Sequence[str],
-        kills: Sequence[Kill],
-        teller: Teller | None = None,
+        self, plan: Plan, hosts: Sequence[str], kills: Sequence[Kill], teller: Teller | None = None
     ) -> None:
         self._kills = list(kills)
         self._teller = teller or Teller()

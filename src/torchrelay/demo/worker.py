@@ -15,8 +15,7 @@ import torch
 import torch.distributed as dist
 
 import torchrelay as tr
-from torchrelay.demo.job import Settings
-from torchrelay.demo.sharded import ShardedJob
+from torchrelay.demo.job import Settings, ShardedJob
 
 
 class Post(NamedTuple):

@@ -82,7 +82,12 @@ def read_header(file: BinaryIO, size: int) -> tuple[StoredTensor, ...]:
         at = entry.data_offsets[1]
     if 8 + length + at != size:
         raise ManifestError(f"{8 + length + at} bytes are described, the file has {size}")
-    return tuple(_stored(name, entry, 8 + length) for name, entry in found)
+    tensors = []
+    for name, entry in found:
+        start = 8 + length + entry.data_offsets[0]
+        whole = Shard((0,) * len(entry.shape), entry.shape, 0, start)
+        tensors.append(StoredTensor(name, _NAMES[entry.dtype], entry.shape, (whole,)))
+    return tuple(tensors)
 
 
 def _nbytes(name: str, entry: _HeaderEntry) -> int:
@@ -91,8 +96,3 @@ def _nbytes(name: str, entry: _HeaderEntry) -> int:
     if len(entry.shape) > _MAX_DIMS or any(not 0 <= length < 1 << 62 for length in entry.shape):
         raise ManifestError(f"{name[:80]!r} has shape {entry.shape[:8]}")
     return prod(entry.shape) * itemsize(_NAMES[entry.dtype])
-
-
-def _stored(name: str, entry: _HeaderEntry, origin: int) -> StoredTensor:
-    whole = Shard((0,) * len(entry.shape), entry.shape, 0, origin + entry.data_offsets[0])
-    return StoredTensor(name, _NAMES[entry.dtype], entry.shape, (whole,))

@@ -6,8 +6,9 @@ from torchrelay.errors import CheckpointError, StepExistsError
 from torchrelay.memory.crew import share_out
 from torchrelay.progress import Bar, ProgressCallback
 from torchrelay.record.schema import VolumeRecord
-from torchrelay.sources.seam import Opened
+from torchrelay.sources.remote_step import RemoteStep
 from torchrelay.stores.local.root import token
+from torchrelay.stores.opening import OpenedStep
 from torchrelay.stores.reading.chunks import check_chunks
 from torchrelay.stores.reading.ranges import Task, opened, reading
 from torchrelay.stores.seam import Draft, Sink, Store
@@ -16,7 +17,7 @@ PIECE = 8 << 20  # bytes that are read at once, in whole chunks
 WORKERS = 4
 
 
-def copy_step(held: Opened, target: Store, progress: ProgressCallback) -> None:
+def copy_step(held: RemoteStep | OpenedStep, target: Store, progress: ProgressCallback) -> None:
     """Write a step to a store, whole or not at all; `StepExistsError` if it is there."""
     record = held.record
     assert record.step is not None
@@ -44,7 +45,7 @@ def copy_step(held: Opened, target: Store, progress: ProgressCallback) -> None:
         raise
 
 
-def _copy_file(held: Opened, index: int, draft: Draft, bar: Bar) -> None:
+def _copy_file(held: RemoteStep | OpenedStep, index: int, draft: Draft, bar: Bar) -> None:
     file: VolumeRecord = held.record.volumes[index]
     reader = opened(held.files, held.record, index, once=True)
     sink: Sink = draft.open(file.name, file.nbytes)

@@ -54,19 +54,17 @@ class StepSource:
         """See `StateReader`. The chunks that have these bytes are read whole and checked."""
         window = self._windows.pop(volume, None)
         if window is None or not window.start <= start <= start + view.nbytes <= window.stop:
-            window = self._read_chunks(volume, start, start + view.nbytes)
+            record = self._held.record
+            file = record.volumes[volume]
+            first = start // file.chunk_bytes * file.chunk_bytes
+            last = -(-(start + view.nbytes) // file.chunk_bytes) * file.chunk_bytes
+            task = Task(volume, first, min(last, file.nbytes))
+            window = _Window(first, read_chunks(self._held.files, record, task))
         self._windows[volume] = window
         kept = sum(one.data.nbytes for one in self._windows.values())
         while kept > WINDOWS_BYTES and len(self._windows) > 1:
             kept -= self._windows.pop(next(iter(self._windows))).data.nbytes
         view[:] = window.data[start - window.start : start - window.start + view.nbytes]
-
-    def _read_chunks(self, volume: int, start: int, stop: int) -> _Window:
-        record = self._held.record
-        file = record.volumes[volume]
-        first = start // file.chunk_bytes * file.chunk_bytes
-        last = min(-(-stop // file.chunk_bytes) * file.chunk_bytes, file.nbytes)
-        return _Window(first, read_chunks(self._held.files, record, Task(volume, first, last)))
 
     def verify(self, progress: ProgressCallback) -> str:
         record = self._held.record

@@ -76,7 +76,11 @@ class RelayStates:
                 "hooks of save_state are not called by torchrelay: remove them, and register "
                 "objects with register_for_checkpointing"
             )
-        step = self._next() if output_dir is None else _step_in(output_dir)
+        if output_dir is not None:
+            step = _step_in(output_dir)
+        else:  # the next number, the same on all ranks
+            last = newest_step(self.checkpointer) if self._last is None else self._last
+            step = 0 if last is None else last + 1
         self._last = step
         begun = time.monotonic()
         self.checkpointer.save_async(step, self._state(), overwrite=True, on_error=self._on_error)
@@ -91,11 +95,6 @@ class RelayStates:
         loaded = self.checkpointer.load(self._state(), step=step).step
         set_at_first_forward(RandomState().state_dict(), self._accelerator._models)
         return loaded
-
-    def _next(self) -> int:
-        """The number of a save without a name, the same on all ranks."""
-        last = newest_step(self.checkpointer) if self._last is None else self._last
-        return 0 if last is None else last + 1
 
     def resume(self) -> int | None:
         """Load the newest step that verifies, if there is any; None: this is the first start."""

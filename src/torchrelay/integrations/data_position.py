@@ -51,7 +51,13 @@ class DataPosition:
         skipped = self._skipped if sampler.epoch == self._skipped_epoch else 0
         finished = loader is not None and loader["_iterator_finished"]
         per_round = self._loader.batch_size * sampler.num_replicas
-        taken = skipped + (0 if loader is None else _batches(loader) * per_round)
+        taken = skipped
+        if loader is not None:
+            # Batches that the loop has got, without those that workers have ready.
+            batches = loader.get("_num_yielded")
+            if batches is None:
+                batches = loader["_snapshot"]["_snapshot_step"] + loader["_steps_since_snapshot"]
+            taken += batches * per_round
         return {
             "epoch": sampler.epoch,
             "taken": 0 if finished else taken,
@@ -99,12 +105,3 @@ class DataPosition:
         sampler = self._sampler
         values = (len(self._loader.dataset), sampler.seed, sampler.shuffle)
         return dict(zip(_ORDER, values, strict=True))
-
-
-def _batches(loader: dict[str, Any]) -> int:
-    """How many batches the loop has got, without those that workers have ready."""
-    if "_num_yielded" in loader:
-        batches: int = loader["_num_yielded"]
-    else:
-        batches = loader["_snapshot"]["_snapshot_step"] + loader["_steps_since_snapshot"]
-    return batches

@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import secrets
 import shutil
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal
 
@@ -66,7 +67,11 @@ class SGLangServer:
         not load it, `TransferTimeoutError` or `EndpointError` if it did not answer, and what the
         reader raises.
         """
-        step, folder = self._export(reader, step)
+        version = reader.read(step=step)
+        # A name of its own: another attempt at the step may have left files, or be read right now.
+        folder = self._directory / f"step-{version.step}-{secrets.token_hex(4)}"
+        export_hf(version.tensors, folder, self._timeout)
+        step = version.step
         fault: BaseException | None = None
         asked = False  # the server may read the folder
         try:
@@ -85,13 +90,6 @@ class SGLangServer:
     def close(self) -> None:
         """Close the connections. The version that the server has stays on disk."""
         self._host.close()
-
-    def _export(self, reader: WeightReader, step: int | None) -> tuple[int, Path]:
-        version = reader.read(step=step)
-        # A name of its own: another attempt at the step may have left files, or be read right now.
-        folder = self._directory / f"step-{version.step}-{secrets.token_hex(4)}"
-        export_hf(version.tensors, folder, self._timeout)
-        return version.step, folder
 
     def _load(self, step: int, folder: Path) -> None:
         before = self._loaded
@@ -153,20 +151,15 @@ class SGLangServer:
             raise EndpointError(
                 f"cannot reach {self._host.url}{path}: {fault}", step=step, phase=path.strip("/")
             ) from fault
-        found = _json_of(reply.body)
+        found: Any = None
+        with suppress(msgspec.DecodeError):
+            found = msgspec.json.decode(reply.body)
+        found = found if isinstance(found, dict) else {}
         if reply.status != 200 and "success" not in found:
             raise EndpointError(
                 f"{self._host.url}{path} answers {reply.status}: {reply.text}",
                 step=step,
                 phase=path.strip("/"),
             )
-        return found
-
-
-def _json_of(body: bytes) -> dict[str, Any]:
-    """An object of the answer; an empty one for anything else."""
-    try:
-        found = msgspec.json.decode(body)
-    except msgspec.DecodeError:
-        return {}
-    return found if isinstance(found, dict) else {}
+        answer: dict[str, Any] = found
+        return answer

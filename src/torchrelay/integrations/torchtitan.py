@@ -88,11 +88,7 @@ class RelayCheckpointManager(BaseCheckpointManager):  # type: ignore[misc, unuse
         # Their state dicts are flat, by names of parameters, so that stages of a pipeline fit
         # together: entries are loaded one by one.
         self._flat = {MODEL: ModelWrapper(model_parts), OPTIMIZER: optimizers}
-        self._others = {
-            **states,
-            LR_SCHEDULER: lr_schedulers,
-            RANDOM: RandomState(),
-        }
+        self._others = {**states, LR_SCHEDULER: lr_schedulers, RANDOM: RandomState()}
         if dataloader is not None:
             self._others[DATALOADER] = _Position(dataloader)
         known = {OPTIMIZER, *self._others}
@@ -117,24 +113,21 @@ class RelayCheckpointManager(BaseCheckpointManager):  # type: ignore[misc, unuse
 
     @torch.no_grad()
     def _save(self, curr_step: int, last_step: bool = False) -> bool:
-        if not self._is_due(curr_step, last_step):
+        config = self._config
+        first = curr_step == 1 and config.enable_first_step_checkpoint
+        if config.load_only or not (last_step or first or curr_step % config.interval == 0):
             return False
         begun = time.monotonic()
-        if last_step and self._config.last_save_model_only:
+        if last_step and config.last_save_model_only:
             self._export(curr_step)
-        elif last_step or not self._config.asynchronous:
+        elif last_step or not config.asynchronous:
             self.checkpointer.save(curr_step, self._state(), overwrite=True)
         else:
             self.save_future = self.checkpointer.save_async(
-                curr_step, self._state(), overwrite=True, on_error=self._config.on_error
+                curr_step, self._state(), overwrite=True, on_error=config.on_error
             )
         self.stalls.append(time.monotonic() - begun)
         return True
-
-    def _is_due(self, step: int, last_step: bool) -> bool:
-        config = self._config
-        first = step == 1 and config.enable_first_step_checkpoint
-        return not config.load_only and (last_step or first or step % config.interval == 0)
 
     def _export(self, step: int) -> None:
         """Save the model alone, in the dtype and under the names that others want it in."""

@@ -70,7 +70,8 @@ class RelayCallback(TrainerCallback):  # type: ignore[misc, unused-ignore]
     def checkpointer(self) -> Checkpointer:
         """The steps. Made when it is first used, because the process group must exist by then."""
         if self._checkpointer is None:
-            if int(os.environ.get("WORLD_SIZE", "1")) > 1 and not _has_group():
+            has_group = torch.distributed.is_available() and torch.distributed.is_initialized()
+            if int(os.environ.get("WORLD_SIZE", "1")) > 1 and not has_group:
                 raise UsageError("make TrainingArguments first: they create the process group")
             self._checkpointer = Checkpointer(self._root, **self._options)
         return self._checkpointer
@@ -197,7 +198,3 @@ def _evaluated(state: Any) -> dict[str, float]:
         for name, value in log.items()
         if name.startswith("eval_") and isinstance(value, (int, float))
     }
-
-
-def _has_group() -> bool:
-    return torch.distributed.is_available() and torch.distributed.is_initialized()

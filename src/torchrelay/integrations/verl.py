@@ -75,10 +75,7 @@ class RelayCheckpointEngine(CheckpointEngine):  # type: ignore[misc, unused-igno
         offers = [one for one in metadata if one]
         if len(offers) != 1:
             raise UsageError(f"one actor offers weights, not {len(offers)}: see is_master")
-        return (
-            {"offer": [None] * actor_wg_world_size},
-            {"offer": offers * rollout_world_size},
-        )
+        return ({"offer": [None] * actor_wg_world_size}, {"offer": offers * rollout_world_size})
 
     def init_process_group(self, offer: dict[str, Any] | None) -> None:
         self._offer = None if offer is None else WeightOffer(**offer)

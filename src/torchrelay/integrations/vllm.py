@@ -13,7 +13,6 @@ The trainer publishes a step and tells vLLM to take it:
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
@@ -117,7 +116,11 @@ class RelayWeightTransferEngine(WeightTransferEngine):  # type: ignore[misc, unu
         try:
             initialize_layerwise_reload(self.model)
             loaded = self.model.load_weights(version.take())
-            self._check_complete(wanted, loaded)
+            # As vLLM checks when it loads a model first. Quantized layers have parameters of their
+            # own, and some models do not say what they loaded.
+            known = loaded is not None and self.model_config.quantization is None
+            if missing := sorted(wanted - set(loaded)) if known else []:
+                raise ValueError(f"the version has no weights for {', '.join(missing[:3])}")
         except BaseException as fault:
             # Layers would count what they got towards the next version.
             finalize_layerwise_reload(self.model, self.model_config)
@@ -129,15 +132,6 @@ class RelayWeightTransferEngine(WeightTransferEngine):  # type: ignore[misc, unu
                 step=version.step,
                 phase="load",
             ) from fault
-
-    def _check_complete(self, wanted: set[str], loaded: Iterable[str] | None) -> None:
-        """As vLLM does when it loads a model first. Quantized layers have parameters of their own,
-        and some models do not say what they loaded."""
-        if loaded is None or self.model_config.quantization is not None:
-            return
-        missing = sorted(wanted - set(loaded))
-        if missing:
-            raise ValueError(f"the version has no weights for {', '.join(missing[:3])}")
 
     def finish_weight_update(self) -> None:
         """Load the version. Without one, the model stays as it is."""

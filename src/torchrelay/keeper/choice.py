@@ -38,11 +38,13 @@ def choose(
     `copies`: whether there are keepers to copy from."""
     busy = {one.copying for one in reports} - {""}
     found: dict[str, list[HeldStep]] = {}
+    age: dict[str, int] = {}  # places in the order in which keepers got their steps
     for one in reports:
-        for held in one.steps:
+        for place, held in enumerate(one.steps):
             found.setdefault(held.snapshot, []).append(held)
+            age[held.snapshot] = max(age.get(held.snapshot, 0), place)
     complete = [snapshot for snapshot, parts in found.items() if _is_complete(parts)]
-    complete.sort(key=lambda snapshot: _age(reports, snapshot))
+    complete.sort(key=age.__getitem__)
     # The step ends what is newer than it: the job has gone back to one that is older.
     older = [snapshot for snapshot in complete if found[snapshot][0].step < step]
     keep = set((older or complete)[-1:]) | busy
@@ -64,17 +66,6 @@ def _is_complete(parts: Sequence[HeldStep]) -> bool:
         here |= int.from_bytes(part.here, "little")
     volumes = max(part.volumes for part in parts)
     return volumes > 0 and here == (1 << volumes) - 1
-
-
-def _age(reports: Sequence[KeeperReport], snapshot: str) -> int:
-    """Where a step is in the order in which keepers got their steps."""
-    places = [
-        place
-        for one in reports
-        for place, held in enumerate(one.steps)
-        if held.snapshot == snapshot
-    ]
-    return max(places)
 
 
 def check_budget(

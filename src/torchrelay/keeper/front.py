@@ -112,7 +112,7 @@ class Keeper:
         self._calls = threading.RLock()
         policy = KeeperPolicy(self._keeper, join, self._meet)
         self._publisher = Publisher(
-            self._all, self._keeper, self._process.start, self._own_url, policy
+            self._all, self._keeper, self._process.start, lambda: self.url, policy
         )
         try:
             self._gather(given)
@@ -120,11 +120,6 @@ class Keeper:
             self._keeper.process.close()
             raise
         close_at_exit(self)
-
-    def _own_url(self) -> str:
-        assert self._process.joined is not None
-        port = self._process.joined.port
-        return f"{self._access.scheme}://{self._address.shown}:{port}"
 
     def _gather(self, given: bool) -> None:
         """All ranks learn where the keepers are, and agree on one token."""
@@ -134,7 +129,7 @@ class Keeper:
         call = self._all.call("join")
 
         def mine() -> bytes:
-            here = _Present(self._own_url(), joined.token, given, machine(), joined.members)
+            here = _Present(self.url, joined.token, given, machine(), joined.members)
             return msgspec.msgpack.encode(here)
 
         def decide(said: list[bytes]) -> list[bytes]:
@@ -157,7 +152,8 @@ class Keeper:
 
         found = _together.decode(call.round("join", mine, decide, deadline))
         self._token, self._known = found.token, found.known
-        self._process.know_token(found.token)
+        join = self._process.join
+        join.listen.token = found.token  # for a keeper that has to be started again
 
         def meet() -> bytes:
             self._meet(found.urls)
@@ -168,14 +164,16 @@ class Keeper:
         call.drain()
 
     def _meet(self, urls: list[str]) -> None:
-        members = k.Members(urls, self._own_url(), self._token)
+        members = k.Members(urls, self.url, self._token)
         self._keeper.ask(members, m.Obeyed, self._timeout)
         self._known = list(dict.fromkeys([*urls, *self._known]))
 
     @property
     def url(self) -> str:
         """The URL of this host's keeper."""
-        return self._own_url()
+        assert self._process.joined is not None
+        port = self._process.joined.port
+        return f"{self._access.scheme}://{self._address.shown}:{port}"
 
     @property
     def urls(self) -> list[str]:

@@ -129,7 +129,7 @@ class KeeperProcess:
 
     def __init__(self, name: KeeperName, join: k.JoinKeeper) -> None:
         self.link = ServerLink(KeeperSocket(name), _answer, "the keeper")
-        self._join = join
+        self.join = join
         self.joined: k.Joined | None = None
 
     def start(self, timeout: float) -> bool:
@@ -139,7 +139,7 @@ class KeeperProcess:
             return False
         while True:
             try:
-                self.joined = self.link.ask(self._join, k.Joined, deadline.left())
+                self.joined = self.link.ask(self.join, k.Joined, deadline.left())
                 return True
             except EndpointError as fault:
                 if "refused" in fault.message:
@@ -151,10 +151,6 @@ class KeeperProcess:
                     raise
             time.sleep(_PAUSE)  # one that was just about to end
             self.link.start(deadline)
-
-    def know_token(self, token: str) -> None:
-        """Use a token when a keeper is started again."""
-        self._join.listen.token = token
 
 
 def ask(name: KeeperName, request: k.KeeperRequest) -> k.KeeperAnswer | None:

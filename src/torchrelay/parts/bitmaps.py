@@ -8,13 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.lib.stride_tricks import as_strided
 from numpy.typing import NDArray
 
-from torchrelay.errors import UsageError
-from torchrelay.parts.elements import element_dtype
+from torchrelay.errors import RemoteProtocolError, UsageError
 from torchrelay.parts.fields import Field
 
 Bits = NDArray[np.uint8]
@@ -26,12 +26,32 @@ _ONES = np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1).sum(axis=
 _SPREAD = 8  # how many times a run's own bits are unpacked, at most, to reach all of its rows
 
 
+# Numbers are moved and compared as integers: a NaN is equal to itself, and zeros have signs.
+_DTYPES: dict[int, np.dtype[Any]] = {
+    1: np.dtype(np.uint8),
+    2: np.dtype(np.uint16),
+    4: np.dtype(np.uint32),
+    8: np.dtype(np.uint64),
+    16: np.dtype("V16"),
+}
+
+
+def element_dtype(itemsize: int) -> np.dtype[Any]:
+    """A dtype that moves elements of a size; `RemoteProtocolError` for a size that no dtype has."""
+    found = _DTYPES.get(itemsize)
+    if found is None:
+        raise RemoteProtocolError(f"no dtype has elements of {itemsize} bytes")
+    return found
+
+
 def changed(old: NDArray[np.uint8], new: NDArray[np.uint8], itemsize: int) -> Bits:
     """The bits of the elements whose bytes differ. Both have as many bytes."""
     if old.nbytes != new.nbytes or new.nbytes % itemsize:
         raise UsageError(f"{old.nbytes} and {new.nbytes} bytes of elements of {itemsize}")
     bits = np.empty(-(-new.nbytes // itemsize // 8), np.uint8)
-    before, after = (_comparable(one, itemsize) for one in (old, new))
+    # Elements of 16 bytes are a row of two integers.
+    kind, row = (np.uint64, (-1, 2)) if itemsize == 16 else (element_dtype(itemsize), (-1,))
+    before, after = (one.view(kind).reshape(row) for one in (old, new))
     # One buffer for all blocks: fresh memory would cost more than the comparison.
     buffer = np.empty((min(_BLOCK, len(after)), *after.shape[1:]), np.bool_)
     for at in range(0, len(after), _BLOCK):
@@ -41,13 +61,6 @@ def changed(old: NDArray[np.uint8], new: NDArray[np.uint8], itemsize: int) -> Bi
             differ = differ.any(axis=1)
         bits[at // 8 : (at + _BLOCK) // 8] = np.packbits(differ, bitorder="little")
     return bits
-
-
-def _comparable(data: NDArray[np.uint8], itemsize: int) -> NDArray[np.generic]:
-    """Elements as integers: a row of two for those of 16 bytes."""
-    if itemsize == 16:
-        return data.view(np.uint64).reshape(-1, 2)
-    return data.view(element_dtype(itemsize))
 
 
 def tiled(placed: Iterable[Field], nbytes: int) -> list[Field]:

@@ -22,8 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from torchrelay.errors import RemoteProtocolError, UsageError
-from torchrelay.parts.bitmaps import ChangedElements, Positions
-from torchrelay.parts.elements import element_dtype
+from torchrelay.parts.bitmaps import ChangedElements, Positions, element_dtype
 
 WHOLE, SAME, GAPS, BITMAP = range(4)
 

@@ -270,8 +270,7 @@ class RunsBuilder:
     def runs(self, nbytes: int) -> PartRuns:
         """The runs of a volume of `nbytes`, in the order in which they are packed: by itemsize and
         start, so that a part chunk has as many bytes as it may. Runs that touch are one."""
-        rows = np.array(sorted(self._rows), np.int64).reshape(-1, 5)
-        found = _joined(rows)
+        found = _joined(np.array(sorted(self._rows), np.int64).reshape(-1, 5))
         if found.total <= nbytes:
             return found
         # Boxes that overlap each other: the whole of what they span is less.

@@ -19,7 +19,7 @@ import xxhash
 
 from torchrelay.errors import DigestError, RemoteProtocolError
 from torchrelay.parts.bitmaps import ChangedElements, VolumeBitmap
-from torchrelay.parts.encoding import decode, encode
+from torchrelay.parts.encoding import encode
 from torchrelay.parts.runs import PART_BYTES, Bytes, PartRuns
 
 MAGIC = b"TRPARTS1"
@@ -44,6 +44,11 @@ class ChunkHead(NamedTuple):
         if found.nbytes > PART_BYTES:  # a chunk is sent whole where that is shorter
             raise RemoteProtocolError(f"a part chunk of {found.nbytes} bytes")
         return found
+
+    def check(self, chunk: Bytes) -> None:
+        """`DigestError` unless a chunk has the bytes that were sent."""
+        if xxhash.xxh3_128_digest(chunk.data) != self.digest:
+            raise DigestError("a part chunk has other bytes than were sent")
 
 
 class WantedPart(NamedTuple):
@@ -82,15 +87,3 @@ def part_stream(wanted: Iterable[WantedPart]) -> Iterator[bytes | memoryview]:
             kind, payload = encode(packed, part.changed(begin, end, itemsize), itemsize)
             yield ChunkHead(kind, sum(map(len, payload)), digest).encoded()
             yield from filter(len, payload)
-
-
-def accept(head: ChunkHead, payload: memoryview, into: Bytes, itemsize: int) -> None:
-    """Make `into`, which holds the bytes of the base, those of a chunk. `DigestError` where it has
-    other bytes afterwards, `RemoteProtocolError` for a malformed payload."""
-    decode(head.kind, payload, into, itemsize)
-    check_digest(head, into)
-
-
-def check_digest(head: ChunkHead, chunk: Bytes) -> None:
-    if xxhash.xxh3_128_digest(chunk.data) != head.digest:
-        raise DigestError("a part chunk has other bytes than were sent")

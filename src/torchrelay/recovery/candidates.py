@@ -76,11 +76,8 @@ class Candidates:
         tried first."""
         return len(self.steps()) > 1 or len(self._places(step)) > 1
 
-    def chosen(self, step: int) -> ChosenStep:
-        """A step of its nearest source, with the others to complete it."""
-        return ChosenStep(self, step)
-
     def open(self, step: int, deadline: Deadline) -> MendedStep:
+        """A step of its nearest source, with the others to complete it."""
         first, *others = (self._sources[place] for place in self._places(step))
         # The first one leaves the others some of the time, if it does not answer.
         share = Deadline(max(deadline.left() * FIRST_SHARE, 0.01)) if others else deadline
@@ -121,7 +118,7 @@ class Candidates:
 
     def supplied(self, step: int, nbytes: int) -> dict[str, int]:
         """Bytes of the step that was taken by source, the chosen one first."""
-        mended = {} if self._given is None else self._given.mended
+        mended = {} if self._given is None else self._given.others.bytes
         first = {self.source_of(step): max(0, nbytes - sum(mended.values()))}
         return {**first, **mended}
 
@@ -141,15 +138,15 @@ class Candidates:
     def _outcome(self, place: int, taken: int, chosen: bool) -> Iterator[str]:
         """The outcome of a source after a step was taken, from it or from another."""
         given, steps, name = self._given, self._steps[place], self._sources[place].name
-        mended = {} if given is None else given.mended
+        mended = {} if given is None else given.others.bytes
         if chosen:
             yield f"step {taken} was taken"
             if mended and given is not None:
                 yield f"except {sum(mended.values())} bytes: {given.lost}"
         elif name in mended:
             yield f"{mended[name]} bytes that the one taken did not give are from here"
-        elif given is not None and name in given.failed:
-            yield f"it could not complete the one taken: {given.failed[name]}"
+        elif given is not None and name in given.others.faulty:
+            yield f"it could not complete the one taken: {given.others.faulty[name]}"
         elif steps and steps[-1] < taken:
             rest = "its other steps are" if self._reasons[place] else "it is"
             yield f"{rest} behind step {taken}"

@@ -27,7 +27,7 @@ from torchrelay.errors import (
     UsageError,
 )
 from torchrelay.memory import threads
-from torchrelay.recovery.candidates import Candidates
+from torchrelay.recovery.candidates import Candidates, ChosenStep
 from torchrelay.results import Loaded, Outcome
 from torchrelay.sources.access import Access
 from torchrelay.sources.places import Place, as_source
@@ -211,7 +211,7 @@ class _Recovery:
     def _try(self, call: Call, step: int) -> Loaded:
         left = max(self._deadline.left(), 0.01)
         attempt = Deadline(left * SHARE if self._candidates.several(step) else left)
-        loader = Loader(self._candidates.chosen(step), self._all)
+        loader = Loader(ChosenStep(self._candidates, step), self._all)
         with self._watch("take"):
             return loader.load(call, load_request(self._into, step, self._landing), attempt)
 

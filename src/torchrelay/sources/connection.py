@@ -134,9 +134,7 @@ class Host:
             head = line.ask(request, soon)
             if head.status == 200:
                 raise ValueError("it ignores byte ranges")
-            if head.status != 206:
-                text = line.read(min(head.length or 0, 300), end)
-                raise Answered(Reply(head.status, head.headers, text))
+            line.expect(206, head, end)
             given = head.headers.get("content-range", "").partition("/")[0]
             if given != wanted or head.length != stop - start:
                 raise ValueError(f"{wanted} were asked for, the answer has {given[:80]!r}")
@@ -152,9 +150,7 @@ class Host:
         with self._connected(soon) as line:
             more = f"Content-Type: application/msgpack\r\nContent-Length: {len(body)}\r\n"
             head = line.ask(self._request(f"POST {path}", more) + body, soon)
-            if head.status != 200:
-                text = line.read(min(head.length or 0, 300), end)
-                raise Answered(Reply(head.status, head.headers, text))
+            line.expect(200, head, end)
             line.keeps = False
             yield AnswerStream(line, end)
 
@@ -164,8 +160,7 @@ class Host:
     @contextmanager
     def _connected(self, end: float) -> Iterator[_Connection]:
         """Within: a connection for one request. It is reused where all of the answer was read."""
-        line = self._take() or self._connect(end)
-        reusable = False
+        line, reusable = self._take() or self._connect(end), False
         try:
             yield line
             self._may_want_tls = False
@@ -189,7 +184,7 @@ class Host:
         while True:
             with self._lock:
                 line = self._idle.pop() if self._idle else None
-            if line is None or not line.is_readable():
+            if line is None or not line.is_closed:
                 return line
             line.close()
 
@@ -262,7 +257,8 @@ class _Connection:
         self.left = 0  # bytes of the body that were not read yet
         self.keeps = True  # whether the server takes another request
 
-    def is_readable(self) -> bool:
+    @property
+    def is_closed(self) -> bool:
         """Of an idle connection: whether the server has closed it."""
         found = select.poll()
         found.register(self._sock, select.POLLIN)
@@ -294,6 +290,12 @@ class _Connection:
             data += some
         self._ahead = data[at + len(END) :]
         return parse_head(bytes(data[:at]))
+
+    def expect(self, status: int, head: Head, end: float) -> None:
+        """`Answered` for an answer with another status."""
+        if head.status != status:
+            text = self.read(min(head.length or 0, 300), end)
+            raise Answered(Reply(head.status, head.headers, text))
 
     def read(self, nbytes: int, end: float) -> bytes:
         data = bytearray(nbytes)

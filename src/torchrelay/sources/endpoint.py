@@ -71,10 +71,6 @@ class PlaceFacts(msgspec.Struct):
     volumes: dict[str, list[str]]
 
 
-_steps = msgspec.json.Decoder(_StepList)
-_places = msgspec.json.Decoder(PlaceFacts)
-_local = msgspec.json.Decoder(LocalFacts)
-
 Holders = list[tuple[Host, StepFacts]]
 
 
@@ -116,6 +112,7 @@ class EndpointSource:
         self.hosts = [self.host(url) for url in dict.fromkeys(listed)]
         self.failed: dict[str, str] = {}
         self.instead: dict[str, str] = {}
+        self.local: dict[str, LocalFacts] = {}  # of servers by URL, for those who ask them again
         self._refused = False  # whether all that failed did so for good
         self._listed: dict[int, Holders] = {}
         self._opened: list[RemoteStep] = []
@@ -177,8 +174,8 @@ class EndpointSource:
         # A server that waits for a step answers late; else one that is silent leaves others time.
         seconds = _share(deadline, alone=bool(query) or len(hosts) == 1)
         seconds = min((KEEPER_SECONDS if self.job else ASK_SECONDS) + wait, seconds)
-        ask = partial(self._ask, _steps, f"/steps.json{query}", seconds)
-        answers = Crew(_AT_ONCE).each(ask, hosts)
+        get = partial(_get, _StepList, f"/steps.json{query}", seconds)
+        answers = Crew(_AT_ONCE).each(partial(self._asked, get), hosts)
         self._listed = {}
         for host, answer in zip(hosts, answers, strict=True):
             # Of two steps with one number the last replaced the first; keepers may need both.
@@ -209,21 +206,15 @@ class EndpointSource:
             faults = [f"{url}: {why}" for url, why in self.failed.items()]
             raise EndpointError("; ".join([*lacking, *faults]))
 
-    def _ask(
-        self, kind: msgspec.json.Decoder[Result], path: str, seconds: float, host: Host
-    ) -> Result | None:
-        return self._asked(host, lambda: _decoded(host, kind, host.get(path, seconds=seconds)))
-
-    def _asked(self, host: Host, act: Callable[[], Result]) -> Result | None:
+    def _asked(self, get: Callable[[Host], Result], host: Host) -> Result | None:
         """A server's answer; None where it does not answer as one, and `failed` has the reason."""
         for again in (True, False):
             try:
-                return act()
+                return get(host)
             except (EndpointError, OSError) as fault:
-                self.failed[host.url] = _reason(fault)
                 if not (again and isinstance(fault, _PASSING)):
-                    return None
-            del self.failed[host.url]
+                    self.failed[host.url] = _reason(fault)
+                    break
         return None
 
     def _nobody(self) -> RelayError:
@@ -251,21 +242,11 @@ class EndpointSource:
                 other = any(host is one for one, _ in listed)
                 why = f"has other bytes of step {step}" if other else f"has no step {step}"
                 self.failed.setdefault(host.url, why)
-        return self._open(holders, step, holders[0][1].snapshot, deadline)
-
-    def digests_of(self, step: int) -> tuple[str, str]:
-        """The snapshot and the state of a step that was listed last, as most of the servers have
-        it; empty where they are not known."""
-        holders = _by_snapshot(self._listed.get(step, []))
-        most = max(holders.values(), key=len, default=[])
-        states = (facts.state for _, facts in most if facts.state)
-        return (most[0][1].snapshot, next(states, "")) if most else ("", "")
-
-    def _open(self, holders: Holders, step: int, snapshot: str, deadline: Deadline) -> RemoteStep:
-        found, self._asked_for_step = None, True
+        snapshot, found = holders[0][1].snapshot, None
+        self._asked_for_step = True
         for host, _ in holders:
             seconds = _share(deadline, alone=host is holders[-1][0])
-            found = self._asked(host, partial(_record, host, step, snapshot, seconds))
+            found = self._asked(partial(_record, step, snapshot, seconds), host)
             if found is not None:
                 break
         if found is None:
@@ -276,6 +257,14 @@ class EndpointSource:
         what = (self.name, data, record, snapshot, suppliers, deadline)
         self._opened.append(RemoteStep(*what, verify=self._verify))
         return self._opened[-1]
+
+    def digests_of(self, step: int) -> tuple[str, str]:
+        """The snapshot and the state of a step that was listed last, as most of the servers have
+        it; empty where they are not known."""
+        holders = _by_snapshot(self._listed.get(step, []))
+        most = max(holders.values(), key=len, default=[])
+        states = (facts.state for _, facts in most if facts.state)
+        return (most[0][1].snapshot, next(states, "")) if most else ("", "")
 
     def _suppliers(
         self, holders: Holders, record: Record, snapshot: str, deadline: Deadline
@@ -295,7 +284,8 @@ class EndpointSource:
                 add(name, host.url, host)
         for host, _ in () if all(volumes.values()) or self.job else able:
             seconds = min(ASK_SECONDS, _share(deadline, alone=host is able[-1][0]))
-            found = self._ask(_places, f"/places.json?snapshot={snapshot}", seconds, host)
+            get = partial(_get, PlaceFacts, f"/places.json?snapshot={snapshot}", seconds)
+            found = self._asked(get, host)
             for name, urls in () if found is None else found.volumes.items():
                 for url in urls[:MAX_URLS]:
                     try:
@@ -315,9 +305,8 @@ class EndpointSource:
         for supplier in suppliers.all:
             assert isinstance(supplier, HttpSupplier)
             try:
-                answer = supplier.host.get("/local.json", seconds=KEEPER_SECONDS)
-                facts = _decoded(supplier.host, _local, answer)
-                supplier.take(LentMemory(facts, snapshot, self.reader), sizes)
+                lent = LentMemory(local_facts(supplier.host), snapshot, self.reader)
+                supplier.take(lent, sizes)
             except (OSError, EndpointError) as fault:
                 self.instead["mapped"] = getattr(fault, "strerror", None) or str(fault)
                 if not self.job:  # else the memory of some keepers is read, and others by HTTP
@@ -373,20 +362,30 @@ def _by_snapshot(listed: Holders) -> dict[str, Holders]:
     return found
 
 
-def _record(host: Host, step: int, snapshot: str, seconds: float) -> tuple[bytes, Record]:
+def _record(step: int, snapshot: str, seconds: float, host: Host) -> tuple[bytes, Record]:
     answer = host.get(f"/record?step={step}", seconds=seconds, limit=RECORD_BYTES)
     if answer.status == 404:
         raise StepNotFoundError(f"no step {step} at {host.url}", step=step)
     _check(host, answer)
     if answer.headers.get("torchrelay-snapshot", snapshot) != snapshot:
         raise StepNotFoundError(f"step {step} was replaced meanwhile: pull again", step=step)
+    return answer.body, checked_record(host.url, answer.body, step, snapshot)
+
+
+def checked_record(url: str, data: bytes, step: int, snapshot: str) -> Record:
+    """The record that a server sent; `EndpointError` unless it is that of this step and content."""
     try:
-        record = decode_at_rest(answer.body)
+        record = decode_at_rest(data)
     except ManifestError as fault:
-        raise _DamagedRecordError(f"{host.url} has no valid record: {fault.message}") from fault
+        raise _DamagedRecordError(f"{url} has no valid record: {fault.message}") from fault
     if record.step != step or content_digest(record) != snapshot:
-        raise EndpointError(f"{host.url} sends a record of something else than it lists")
-    return answer.body, record
+        raise EndpointError(f"{url} sends a record of something else than it lists")
+    return record
+
+
+def local_facts(host: Host) -> LocalFacts:
+    """Where a server lends memory; raises `OSError` or `EndpointError` if it does not say."""
+    return _get(LocalFacts, "/local.json", KEEPER_SECONDS, host)
 
 
 def _share(deadline: Deadline, *, alone: bool) -> float:
@@ -409,10 +408,11 @@ def _check(host: Host, answer: Reply) -> None:
         raise EndpointError(f"{host.url} answered {answer.status}: {answer.text}")
 
 
-def _decoded(host: Host, kind: msgspec.json.Decoder[Result], answer: Reply) -> Result:
+def _get(kind: type[Result], path: str, seconds: float, host: Host) -> Result:
+    answer = host.get(path, seconds=seconds)
     _check(host, answer)
     try:
-        return kind.decode(answer.body)
+        return msgspec.json.decode(answer.body, type=kind)
     except (msgspec.MsgspecError, ValueError, RecursionError) as fault:
         text = f"{host.url} answers in another way than an endpoint: {fault}"
         raise EndpointError(text) from None

@@ -7,12 +7,10 @@ opened stays valid until it closes it, as CUDA counts its users.
 
 from __future__ import annotations
 
-import socket
 from collections.abc import Sequence
 from contextlib import suppress
 from typing import NamedTuple
 
-import msgspec
 import torch
 
 from torchrelay.errors import DamagedError, PeerLostError
@@ -22,24 +20,22 @@ from torchrelay.record.schema import Record, VolumeRecord
 from torchrelay.sources.lent_memory import (
     DeviceLease,
     DeviceLeaseRequest,
+    LeaseConnection,
     LocalFacts,
-    asked,
-    check_near,
 )
 from torchrelay.stores.seam import DataReader, DeviceRun
 from torchrelay.stores.writer.frames import has_hung_up
 from torchrelay.transports.routes.cuda.handles import (
     Export,
     IpcError,
+    Opening,
     close_opening,
     open_export,
 )
 
-_lease = msgspec.msgpack.Decoder(DeviceLease)
-
 
 class _LentVolume(NamedTuple):
-    """A volume in memory of a GPU. See `memory.gpu.volumes.PlacedVolume`."""
+    """See `memory.gpu.volumes.PlacedVolume`."""
 
     name: str
     start: int
@@ -47,29 +43,24 @@ class _LentVolume(NamedTuple):
     chunk_bytes: int
 
 
-class LentDevice:
-    """The memory that one server lends, until `close`. `OSError` where there is none to open."""
+class LentDevice(LeaseConnection[DeviceLease]):
+    """Memory of a GPU that one server lends."""
 
     def __init__(self, facts: LocalFacts, request: DeviceLeaseRequest, seconds: float) -> None:
-        check_near(facts)
-        self._line = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self._opened: Opening | None = None
+        super().__init__(facts, request, DeviceLease, seconds)
+
+    def _open(self) -> None:
+        export = self.lease.export
+        if export is None:
+            raise OSError("the server lends no memory of a GPU")
         try:
-            self.lease = lease = _lease.decode(asked(self._line, facts, request, seconds))
-            if lease.why or lease.export is None:
-                raise OSError(lease.why or "the server lends no memory of a GPU")
-            export = Export(lease.export.id, lease.export.device, lease.export.handle)
-            self._opened = open_export(export)
-        except BaseException as fault:
-            self._line.close()
-            if isinstance(fault, (EOFError, msgspec.MsgspecError)):
-                raise OSError(f"the server's Unix socket answers otherwise: {fault}") from None
-            if isinstance(fault, IpcError):
-                raise OSError(str(fault)) from None
-            raise
-        self.device, self.address = self._opened.device, self._opened.pointer
-        room = min(lease.export.nbytes, self._opened.nbytes)
-        if any(start + nbytes > room for start, nbytes in lease.volumes.values()):
-            self.close()
+            self._opened = opened = open_export(Export(export.id, export.device, export.handle))
+        except IpcError as fault:
+            raise OSError(str(fault)) from None
+        self.device, self.address = opened.device, opened.pointer
+        room = min(export.nbytes, opened.nbytes)
+        if any(start + nbytes > room for start, nbytes in self.lease.volumes.values()):
             raise OSError("a volume reaches out of the memory")
 
     @property
@@ -91,9 +82,10 @@ class LentDevice:
                 raise DamagedError(f"{one.name} in memory of a GPU is not what was published")
 
     def close(self) -> None:
-        with suppress(RuntimeError):  # of a CUDA context that is lost
-            close_opening(self._opened)
-        self._line.close()
+        if self._opened is not None:
+            with suppress(RuntimeError):  # of a CUDA context that is lost
+                close_opening(self._opened)
+        super().close()
 
 
 class DeviceLentStep:
@@ -120,12 +112,6 @@ class DeviceLentStep:
     def files(self) -> DeviceLentStep:
         return self
 
-    def manifest(self) -> bytes:
-        return next((one.lease.record for one in self._lent if one.lease.record), b"")
-
-    def sizes(self) -> dict[str, int]:
-        return {file.name: file.nbytes for file in self.record.volumes}
-
     def device_memory(self, name: str) -> tuple[int, int]:
         lent = self._place[name]
         return lent.device, lent.address + lent.lease.volumes[name][0]
@@ -148,13 +134,12 @@ class DeviceLentStep:
 
 
 class DeviceReader(DataReader):
-    """A volume in memory of a GPU, which is not written to while it is lent, for what lands in host
-    memory."""
+    """A volume in memory of a GPU, for what lands in host memory."""
 
     def __init__(self, step: DeviceLentStep, name: str) -> None:
         self._step = step
         self._device, self._address = step.device_memory(name)
-        self.nbytes = step.sizes()[name]
+        self.nbytes = next(file.nbytes for file in step.record.volumes if file.name == name)
 
     def read_into(self, position: int, buffers: Sequence[memoryview]) -> None:
         self._step.check_lent()

@@ -12,15 +12,17 @@ import fcntl
 import os
 import socket
 import threading
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from typing import Annotated
+from typing import Annotated, Generic, TypeVar
 
 import msgspec
 
 from torchrelay.machine import machine
 from torchrelay.memory.mapped_range import MappedRange
 from torchrelay.stores.local.files import through
+from torchrelay.stores.seam import DataReader
 from torchrelay.stores.writer.frames import receive_frame, send_frame
 
 ASK_SECONDS = 5.0
@@ -90,6 +92,9 @@ class DeviceLease(msgspec.Struct, array_like=True):
     why: str = ""
 
 
+Lease = TypeVar("Lease", MemoryLease, DeviceLease)
+
+
 class LocalFacts(msgspec.Struct):
     """`/local.json`: the machine that a server runs on, and the name of its Unix socket there."""
 
@@ -97,52 +102,57 @@ class LocalFacts(msgspec.Struct):
     socket: str
 
 
-_lease = msgspec.msgpack.Decoder(MemoryLease)
+class LeaseConnection(ABC, Generic[Lease]):
+    """Memory that a server of this machine lends, until `close`. `OSError` where it lends none."""
 
-
-def check_near(facts: LocalFacts) -> None:
-    """`OSError` unless the server is on this machine and lends memory."""
-    if not facts.socket:
-        raise OSError("the server lends no memory")
-    if facts.machine != machine() or not facts.machine:
-        raise OSError("the server is on another machine")
-
-
-def asked(
-    line: socket.socket,
-    facts: LocalFacts,
-    request: LeaseRequest | DeviceLeaseRequest,
-    seconds: float,
-) -> bytes:
-    """The server's answer to a request for a lease, which lasts while the connection is open."""
-    line.settimeout(seconds)
-    line.connect(f"\0{facts.socket}")
-    with suppress(BrokenPipeError):  # it may refuse, and say why, before it is asked
-        send_frame(line, msgspec.msgpack.encode(request))
-    return receive_frame(line, LEASE_BYTES)
-
-
-class LentMemory:
-    """The volumes of a step in memory of this host, until `close`. `OSError` where none is lent."""
-
-    def __init__(self, facts: LocalFacts, snapshot: str, reader: str) -> None:
-        check_near(facts)
-        self._fds: list[int] = []
+    def __init__(
+        self,
+        facts: LocalFacts,
+        request: LeaseRequest | DeviceLeaseRequest,
+        kind: type[Lease],
+        seconds: float = ASK_SECONDS,
+    ) -> None:
+        if not facts.socket:
+            raise OSError("the server lends no memory")
+        if facts.machine != machine() or not facts.machine:
+            raise OSError("the server is on another machine")
         self._line = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
-            request = LeaseRequest(snapshot, reader)
-            lease = _lease.decode(asked(self._line, facts, request, ASK_SECONDS))
-            if lease.why:
-                raise OSError(lease.why)
-            _, self._fds, _, _ = socket.recv_fds(self._line, 1, MAX_SLOTS)
-            if len(self._fds) != len(lease.slots):
-                raise OSError("the server sent too few descriptors")
-            self.readers = dict(self._volumes(lease))
+            self._line.settimeout(seconds)
+            self._line.connect(f"\0{facts.socket}")
+            with suppress(BrokenPipeError):  # it may refuse, and say why, before it is asked
+                send_frame(self._line, msgspec.msgpack.encode(request))
+            answer = receive_frame(self._line, LEASE_BYTES)
+            self.lease: Lease = msgspec.msgpack.decode(answer, type=kind)
+            if self.lease.why:
+                raise OSError(self.lease.why)
+            self._open()
         except BaseException as fault:
             self.close()
             if isinstance(fault, (EOFError, msgspec.MsgspecError)):
                 raise OSError(f"the server's Unix socket answers otherwise: {fault}") from None
             raise
+
+    @abstractmethod
+    def _open(self) -> None:
+        """Open what the lease describes."""
+
+    def close(self) -> None:
+        self._line.close()
+
+
+class LentMemory(LeaseConnection[MemoryLease]):
+    """The volumes of a step in memory of this host."""
+
+    def __init__(self, facts: LocalFacts, snapshot: str, reader: str) -> None:
+        self._fds: list[int] = []
+        super().__init__(facts, LeaseRequest(snapshot, reader), MemoryLease)
+
+    def _open(self) -> None:
+        _, self._fds, _, _ = socket.recv_fds(self._line, 1, MAX_SLOTS)
+        if len(self._fds) != len(self.lease.slots):
+            raise OSError("the server sent too few descriptors")
+        self.readers = dict(self._volumes(self.lease))
 
     def _volumes(self, lease: MemoryLease) -> Iterator[tuple[str, MappedReader]]:
         """The volumes by name. The memory is as large as the lease says, and stays so."""
@@ -159,13 +169,11 @@ class LentMemory:
         fds, self._fds = self._fds, []
         for fd in fds:
             os.close(fd)
-        self._line.close()
+        super().close()
 
 
-class MappedReader:
-    """A volume in a file of memory. Copies let other threads run. See `stores.seam.DataReader`."""
-
-    cold = batched = False
+class MappedReader(DataReader):
+    """A volume in a file of memory. Copies let other threads run."""
 
     def __init__(self, fd: int, start: int, nbytes: int) -> None:
         self._fd, self._start, self.nbytes = fd, start, nbytes
@@ -203,9 +211,3 @@ class MappedReader:
             self.read_into(position, buffers)
             return True
         return False
-
-    def unchanged(self) -> bool:
-        return True  # the server does not write to it while it is lent
-
-    def close(self) -> None:
-        """Nothing: its step gives the memory back."""

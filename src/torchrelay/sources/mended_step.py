@@ -70,12 +70,11 @@ class MendedStep:
         self.url = first.files.url
         self.costly_reads = first.files.costly_reads
         self.trusted = first.files.trusted
-        self.manifest = first.files.manifest
         self._files = {file.name: file for file in self.record.volumes}
         for one in others:
             one.content = content
         volumes: dict[str, list[Supplier]] = {name: [*others] for name in self._files}
-        self._others = Suppliers(volumes, deadline, f"step {self.record.step}")
+        self.others = Suppliers(volumes, deadline, f"step {self.record.step}")
         self._deadline = deadline
         self.patches: dict[tuple[str, int], bytearray] = {}  # by volume and where a chunk begins
         self.lost = ""  # what was first found wrong
@@ -83,9 +82,6 @@ class MendedStep:
     @property
     def files(self) -> MendedStep:
         return self
-
-    def sizes(self) -> dict[str, int]:
-        return {name: file.nbytes for name, file in self._files.items()}
 
     def reader(self, name: str, *, once: bool = True) -> MendedReader:
         """A volume, also where the first source has none of that size."""
@@ -105,7 +101,7 @@ class MendedStep:
         all of them are here."""
         file = self._files[name]
         self.lost = self.lost or why
-        reader = RemoteReader(file, self._others, self._deadline)
+        reader = RemoteReader(file, self.others, self._deadline)
         for at in range(start // file.chunk_bytes * file.chunk_bytes, stop, file.chunk_bytes):
             if (name, at) in self.patches or self._first_has(file, at):
                 continue
@@ -130,19 +126,9 @@ class MendedStep:
             return False
         return xxhash.xxh3_128_digest(data) == digest_of(file, start)
 
-    @property
-    def mended(self) -> dict[str, int]:
-        """Bytes that came from others, by their names."""
-        return self._others.bytes
-
-    @property
-    def failed(self) -> dict[str, str]:
-        """Why others could not help, by their names."""
-        return self._others.faulty
-
     def close(self) -> None:
         self._first.close()
-        self._others.close()
+        self.others.close()
 
 
 class MendedReader:

@@ -83,17 +83,13 @@ class PeerSource:
             self.endpoint = None
             return []
         if self.endpoint is None or places != self._places:
-            self.endpoint, self._places = self._endpoint(places), places
+            self._places, tokens = places, {place.url: place.token for place in places}
+            access = Access(token=places[0].token)
+            self.endpoint = EndpointSource(
+                tokens, access=access, same_host=self._same_host, tokens=tokens
+            )
         self.endpoint.failed.clear()
         return self.endpoint.steps(deadline)
-
-    def _endpoint(self, places: list[SharedAt]) -> EndpointSource:
-        return EndpointSource(
-            [place.url for place in places],
-            access=Access(token=places[0].token),
-            same_host=self._same_host,
-            tokens={place.url: place.token for place in places},
-        )
 
     def open(self, step: int, deadline: Deadline) -> RemoteStep:
         if self.endpoint is None:

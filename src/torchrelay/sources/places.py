@@ -24,11 +24,7 @@ Place = str | os.PathLike[str] | Sequence[str] | HasSource | Source
 
 
 def as_source(
-    place: Place,
-    access: Access | None = None,
-    *,
-    same_host: bool = True,
-    verify: bool = False,
+    place: Place, access: Access | None = None, *, same_host: bool = True, verify: bool = False
 ) -> Source:
     """The source that a URL, several URLs of endpoints, a path, a bucket's URL, a `Checkpointer` or
     a `Keeper` stands for, or a source itself. The options are those of endpoints."""

@@ -13,7 +13,8 @@ import xxhash
 
 from torchrelay.deadlines import Deadline
 from torchrelay.geometry import DIGEST_BYTES
-from torchrelay.sources.suppliers import SUPPLY_FAULTS, Supplier, Suppliers
+from torchrelay.sources.suppliers import SUPPLY_FAULTS, Suppliers
+from torchrelay.stores.seam import DataReader
 
 if TYPE_CHECKING:  # a keeper reads from others too, and has no torch
     from torchrelay.record.schema import Record
@@ -66,9 +67,6 @@ class RemoteStep:
     def manifest(self) -> bytes:
         return self._data
 
-    def sizes(self) -> dict[str, int]:
-        return {name: file.nbytes for name, file in self._files.items()}
-
     def reader(self, name: str, *, once: bool = True) -> RemoteReader:
         how = {"mapped": self.mapped, "verify": self._verify}
         return RemoteReader(self._files[name], self.suppliers, self._deadline, **how)
@@ -77,14 +75,12 @@ class RemoteStep:
         self.suppliers.close()
 
 
-class RemoteReader:
+class RemoteReader(DataReader):
     """A volume of the step. Ranges of whole chunks have their digests, or come from elsewhere.
 
     `mapped`: all of the step is in memory of this host. With `verify`, parts of chunks are copied
     from there unverified: the caller compares digests, and reads whole chunks where one is wrong.
     """
-
-    cold = batched = False
 
     def __init__(
         self,
@@ -131,27 +127,22 @@ class RemoteReader:
         chunks = ArrivingChunks(self._file, start, views)
         try:
             try:
-                self._stream(supplier, start, views, chunks)
+                seconds = max(self._deadline.left(), 0.01)
+                for nbytes in supplier.read(name, start, views, seconds=seconds):
+                    if suppliers.stopped.is_set():
+                        break
+                    if not chunks.add(nbytes):
+                        why = f"wrong digest of {name} at byte {chunks.at}"
+                        if supplier.is_gone():
+                            suppliers.gone = True
+                            why = "the step was replaced while it was read"
+                        suppliers.drop(supplier, why)
+                        break
             finally:
                 suppliers.release(supplier, chunks.at - start)
         except SUPPLY_FAULTS as fault:
             suppliers.note(name, supplier, fault)
         return chunks.at
-
-    def _stream(
-        self, supplier: Supplier, start: int, views: list[memoryview], chunks: ArrivingChunks
-    ) -> None:
-        seconds, name = max(self._deadline.left(), 0.01), self._file.name
-        for nbytes in supplier.read(name, start, views, seconds=seconds):
-            if self._suppliers.stopped.is_set():
-                return
-            if not chunks.add(nbytes):
-                why = f"wrong digest of {name} at byte {chunks.at}"
-                if supplier.is_gone():
-                    self._suppliers.gone = True
-                    why = "the step was replaced while it was read"
-                self._suppliers.drop(supplier, why)
-                return
 
     def read_cached(self, position: int, buffers: Sequence[memoryview]) -> bool:
         mapped = self._suppliers.mapped(self._file.name) if self._mapped else None
@@ -160,12 +151,6 @@ class RemoteReader:
     def memory(self, position: int, nbytes: int) -> memoryview | None:
         mapped = self._suppliers.mapped(self._file.name) if self._mapped else None
         return None if mapped is None else mapped.memory(position, nbytes)
-
-    def unchanged(self) -> bool:
-        return True
-
-    def close(self) -> None:
-        """Nothing: its step closes the connections."""
 
 
 class ArrivingChunks:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from operator import itemgetter
+
 import numpy as np
 from msgspec.structs import replace
 
@@ -71,7 +73,7 @@ class _Move:
         images = [(int(self._rows[row]), image) for row, image in own.images]
         return RankDifference(
             own.rank,
-            tuple(sorted((one for one in leaves if one[0] >= 0), key=_first)),
+            tuple(sorted((one for one in leaves if one[0] >= 0), key=itemgetter(0))),
             tuple(sorted(one for one in images if one[0] >= 0)),
         )
 
@@ -81,10 +83,6 @@ def _chosen(new: Numbers, leaves: Numbers) -> Numbers:
     some = np.flatnonzero(new[leaves] >= 0)
     found: Numbers = some[np.argsort(new[leaves[some]], kind="stable")]
     return found
-
-
-def _first(pair: tuple[int, object]) -> int:
-    return pair[0]
 
 
 def _find(tree: m.Node, key: str) -> m.Node | None:

@@ -142,8 +142,17 @@ class Suppliers:
             supplier.bytes += nbytes
             supplier.failures = 0 if nbytes else supplier.failures
 
-    def failed(self, volume: str, supplier: Supplier, why: str) -> None:
-        """A supplier broke off: it rests, and after some failures it is dropped."""
+    def note(self, volume: str, supplier: Supplier, fault: Exception) -> None:
+        """A read failed by one of `SUPPLY_FAULTS`. A supplier that broke off rests, and after some
+        failures it is dropped; one that refuses is dropped at once."""
+        if isinstance(fault, Answered) and fault.reply.status not in _PASSING:
+            self.gone = self.gone or fault.reply.status == 410
+            self.drop(supplier, str(fault))
+            return
+        if isinstance(fault, EndpointError):
+            self.drop(supplier, fault.message)
+            return
+        why = getattr(fault, "strerror", None) or str(fault) or type(fault).__name__
         with self._lock:
             supplier.failures += 1
             supplier.fault = why
@@ -152,20 +161,6 @@ class Suppliers:
             alone = all(one is supplier or one.dropped for one in self._volumes[volume])
             if supplier.failures >= (LAST_TRIES if alone else TRIES):
                 supplier.dropped = supplier.dropped or why
-
-    def note(self, volume: str, supplier: Supplier, fault: Exception) -> None:
-        """A read failed by one of `SUPPLY_FAULTS`: its supplier rests, or is dropped."""
-        if isinstance(fault, Answered):
-            if fault.reply.status in _PASSING:
-                self.failed(volume, supplier, str(fault))
-                return
-            self.gone = self.gone or fault.reply.status == 410
-            self.drop(supplier, str(fault))
-        elif isinstance(fault, EndpointError):
-            self.drop(supplier, fault.message)
-        else:
-            why = getattr(fault, "strerror", None) or str(fault) or type(fault).__name__
-            self.failed(volume, supplier, why)
 
     def drop(self, supplier: Supplier, why: str) -> None:
         with self._lock:

@@ -121,16 +121,20 @@ class OpenStep(Protocol):
     costly_reads: bool  # whether reading a file twice takes about twice as long as once
     trusted: bool  # whether its readers have compared the digests already
 
+    def reader(self, name: str, *, once: bool = True) -> DataReader:
+        """A data file that is read once, or again soon (`once=False`)."""
+
+    def close(self) -> None: ...
+
+
+class StoredStep(OpenStep, Protocol):
+    """A step of a store."""
+
     def manifest(self) -> bytes:
         """The commit record."""
 
     def sizes(self) -> dict[str, int]:
         """Bytes of each existing data file, by name."""
-
-    def reader(self, name: str, *, once: bool = True) -> DataReader:
-        """A data file that is read once, or again soon (`once=False`)."""
-
-    def close(self) -> None: ...
 
 
 @runtime_checkable
@@ -206,7 +210,7 @@ class Store(Protocol):
         """The result of one listing: a text for each step, which is another one if the step was
         replaced. Steps that are still being written may be among them."""
 
-    def open(self, step: int, patience: Retry = ONCE) -> OpenStep:
+    def open(self, step: int, patience: Retry = ONCE) -> StoredStep:
         """A step to be read; `FileNotFoundError` if it does not exist."""
 
     def draft_id(self, step: int) -> str:

@@ -16,7 +16,7 @@ import numpy as np
 from torchrelay.deadlines import Deadline
 from torchrelay.errors import DigestError, RemoteProtocolError
 from torchrelay.memory.crew import Crew
-from torchrelay.parts.encoding import WHOLE
+from torchrelay.parts.encoding import WHOLE, decode
 from torchrelay.parts.runs import (
     MAX_RUNS,
     MAX_VOLUMES,
@@ -26,18 +26,12 @@ from torchrelay.parts.runs import (
     PartsRequest,
     VolumeParts,
 )
-from torchrelay.parts.stream import (
-    HEAD_BYTES,
-    MAGIC,
-    ChunkHead,
-    accept,
-    check_digest,
-)
+from torchrelay.parts.stream import HEAD_BYTES, MAGIC, ChunkHead
 from torchrelay.sources.connection import Answered, AnswerStream
 from torchrelay.sources.remote_step import RemoteReader, RemoteStep
 from torchrelay.sources.suppliers import SUPPLY_FAULTS, HttpSupplier, Supplier
 from torchrelay.stores.reading.ranges import whole_chunks
-from torchrelay.weights.mirror import Mirror, MirrorVolume
+from torchrelay.weights.mirror import Mirror
 
 STREAMS = 8  # at once, each of another server
 RANGE_BYTES = 8 << 20  # asked for at once, where parts are not sent
@@ -80,8 +74,11 @@ class PartFetch:
                 volume.hold(self._step.snapshot, self._files[name])
             else:
                 changed[name] = volume
-        todo = [piece for name, volume in changed.items() for piece in self._pieces(name, volume)]
-        for volume in changed.values():
+        todo = []
+        for name, volume in changed.items():
+            for first in range(0, len(volume.runs), MAX_RUNS):
+                some = volume.runs.some(first, first + MAX_RUNS)
+                todo.append(_VolumeRest(name, some, int(volume.runs.places[first]), volume.base))
             volume.doubt()
         while todo:
             groups = self._by_supplier(todo)
@@ -89,11 +86,6 @@ class PartFetch:
             todo = [piece for some in left for piece in some]
         for name, volume in changed.items():
             volume.hold(self._step.snapshot, self._files[name])
-
-    def _pieces(self, name: str, volume: MirrorVolume) -> Iterator[_VolumeRest]:
-        for first in range(0, len(volume.runs), MAX_RUNS):
-            some = volume.runs.some(first, first + MAX_RUNS)
-            yield _VolumeRest(name, some, int(volume.runs.places[first]), volume.base)
 
     def _by_supplier(self, todo: list[_VolumeRest]) -> list[tuple[Supplier, list[_VolumeRest]]]:
         """Requests, each to a server that has its volumes, within the limits of one."""
@@ -180,12 +172,12 @@ class PartFetch:
 
 
 def _receive(stream: AnswerStream, into: Bytes, itemsize: int, buffer: memoryview) -> None:
-    """One part chunk, verified."""
+    """One part chunk, verified. `into` holds the bytes of the base."""
     head = ChunkHead.decoded(stream.read(HEAD_BYTES))
     if head.kind == WHOLE and head.nbytes == len(into):
         stream.fill(into.data)
-        check_digest(head, into)
-        return
-    payload = buffer[: head.nbytes]
-    stream.fill(payload)
-    accept(head, payload, into, itemsize)
+    else:
+        payload = buffer[: head.nbytes]
+        stream.fill(payload)
+        decode(head.kind, payload, into, itemsize)
+    head.check(into)

@@ -63,10 +63,10 @@ class StepIdentity(msgspec.Struct, array_like=True, frozen=True):
         same = self.snapshot == other.snapshot != ""
         return same or self.state == other.state != ""
 
-
-def identity_of(lease: DeviceLease) -> StepIdentity:
-    """The step that a lease of a GPU's memory is of."""
-    return StepIdentity(lease.step, lease.snapshot, lease.state)
+    @classmethod
+    def of(cls, lease: DeviceLease) -> StepIdentity:
+        """The step that a lease of a GPU's memory is of."""
+        return cls(lease.step, lease.snapshot, lease.state)
 
 
 class NewestStep:
@@ -83,19 +83,15 @@ class NewestStep:
         self.opened: RemoteStep | DeviceLentStep | None = None  # what was opened last
 
     def end(self, reason: str = "", nbytes: int = 0) -> None:
-        if self.device is not None:
-            self.device.end(reason, nbytes)
-        elif isinstance(self._origin, EndpointSource):
-            self._origin.end(reason, nbytes, keep=not reason)
+        source = self.device or self._origin
+        if isinstance(source, PeerSource):
+            source.end(reason, nbytes)
         else:
-            self._origin.end(reason, nbytes)
+            source.end(reason, nbytes, keep=not reason)
 
     def for_another(self) -> EndpointSource | None:
         """The servers for the next update, with the connections that were kept after this one."""
-        origin = self._origin
-        if self.device is not None or not isinstance(origin, EndpointSource):
-            return None
-        return origin.renewed()
+        return self._origin.renewed() if isinstance(self._origin, EndpointSource) else None
 
     @property
     def endpoint(self) -> EndpointSource | None:
@@ -115,7 +111,13 @@ class NewestStep:
             if newest >= max(self._floor, 0):
                 return [newest]
             if deadline.early() < 2 * LOOK_SECONDS:
-                raise self._in_vain(newest, deadline) from fault
+                wanted = f"no step from {self._floor} on" if self._floor > 0 else "no step"
+                there = f"; the newest is {newest}" if newest >= 0 else ""
+                raise TransferTimeoutError(
+                    f"{wanted} at {self.name} in {deadline.seconds:g} s{there}: wait longer, or "
+                    "see whether the publisher is alive",
+                    phase="wait",
+                ) from fault
             if newest >= 0 and self.endpoint is not None:
                 self.endpoint.wait(self._floor - 1, deadline)
             else:
@@ -134,24 +136,13 @@ class NewestStep:
         lent = self.device.lent
         return lent.lease.step if lent is not None and lent.lease.step >= self._floor else None
 
-    def _in_vain(self, newest: int, deadline: Deadline) -> TransferTimeoutError:
-        wanted = f"no step from {self._floor} on" if self._floor > 0 else "no step"
-        there = f"; the newest is {newest}" if newest >= 0 else ""
-        return TransferTimeoutError(
-            f"{wanted} at {self.name} in {deadline.seconds:g} s{there}: wait longer, or see "
-            "whether the publisher is alive",
-            phase="wait",
-        )
-
     def identity(self, step: int) -> StepIdentity:
         """The content of a step that was listed, by its digests."""
         lent = None if self.device is None else self.device.lent
         if lent is not None and lent.lease.step == step:
-            return identity_of(lent.lease)
-        endpoint = self.endpoint
-        if endpoint is None:
-            return StepIdentity(step)
-        return StepIdentity(step, *endpoint.digests_of(step))
+            return StepIdentity.of(lent.lease)
+        known = ("", "") if self.endpoint is None else self.endpoint.digests_of(step)
+        return StepIdentity(step, *known)
 
     @property
     def taken(self) -> StepIdentity:
@@ -180,7 +171,6 @@ class MirroredStep:
         self._step, self._mirror, self._deadline = step, mirror, deadline
         self.url, self.digest, self.close = step.url, step.digest, step.close
         self.record: Record = step.record
-        self.manifest, self.sizes = step.manifest, step.sizes
         self._files = {file.name: file for file in step.record.volumes}
 
     @property

@@ -32,13 +32,7 @@ from torchrelay.sources.endpoint import EndpointSource
 from torchrelay.sources.lent_device import DeviceLentStep
 from torchrelay.steps import check_step
 from torchrelay.weights.device_updates import DeviceUpdates
-from torchrelay.weights.following import (
-    NewestStep,
-    Publisher,
-    StepIdentity,
-    identity_of,
-    publisher,
-)
+from torchrelay.weights.following import NewestStep, Publisher, StepIdentity, publisher
 from torchrelay.weights.mirror import Mirror
 
 AGAIN_SECONDS = 0.1  # before another look, where a step was replaced while it was read
@@ -94,6 +88,7 @@ class Subscription:
         newest = self._newest(0)
         try:
             Loader(newest, self._ranks).check(self._ranks.call("subscribe"), request, deadline)
+            self._connected = newest.for_another()
         finally:
             newest.end()
 
@@ -176,7 +171,7 @@ class Subscription:
         with closing(lent), watch("land"):
             nbytes = self._on_gpu.copy(lent)
         step = lent.lease.step
-        self._held = _Held(identity_of(lent.lease), held.state)
+        self._held = _Held(StepIdentity.of(lent.lease), held.state)
         peers: dict[Peer, Outcome] = {newest.name: Outcome(route=CUDA_IPC, bytes=nbytes)}
         return Loaded(held.state, step, Report(step, nbytes, dict(watch.seconds), peers))
 

@@ -23,10 +23,10 @@ from torchrelay.cli.output import (
 from torchrelay.cli.sources import (
     SOURCE,
     STEP,
+    check_state,
     instead,
     is_place,
     is_url,
-    kind_of_source,
     opened_source,
 )
 from torchrelay.errors import CheckpointError, DigestError, ManifestError, UsageError
@@ -125,7 +125,7 @@ def _steps(source: str) -> list[int]:
     from torchrelay.stores.locate import open_store
 
     if is_url(source) or not is_place(source):
-        kind_of_source(source)
+        check_state(source)
         raise UsageError(
             f"--all is for a directory with steps, and {source} is one state: leave it out"
         )

@@ -8,13 +8,7 @@ from typing import TYPE_CHECKING
 import typer
 
 from torchrelay.cli.commands.contents import INCLUDE, check_matched
-from torchrelay.cli.output import (
-    JSON,
-    count,
-    print_columns,
-    print_json,
-    progress_bar,
-)
+from torchrelay.cli.output import JSON, count, print_columns, print_json, progress_bar
 from torchrelay.cli.sources import SOURCE, opened_source
 from torchrelay.progress import Progress
 

@@ -68,7 +68,10 @@ def ls(
     there = store_at(place)
     steps = [listed(there, step) for step in there.steps()]
     if verify:
-        steps = [facts if in_words(facts) else _verified(place, facts) for facts in steps]
+        for facts in steps:
+            if not in_words(facts):
+                facts |= verified(place, facts["step"])
+                facts["verified"] = not in_words(facts)
     if as_json:
         print_json(steps)
     elif steps:
@@ -110,11 +113,6 @@ def listed(there: Store, step: int) -> dict[str, Any]:
     }
 
 
-def _verified(place: str, facts: dict[str, Any]) -> dict[str, Any]:
-    found = verified(place, facts["step"])
-    return {**facts, **found, "verified": not in_words(found)}
-
-
 def _row(facts: dict[str, Any]) -> list[str]:
     shown = [""] * 5
     if "time" in facts:
@@ -143,9 +141,7 @@ def age(time: str) -> str:
 
 
 def rollback(
-    place: str = PLACE,
-    step: int = typer.Argument(help="Step to resume from."),
-    yes: bool = YES,
+    place: str = PLACE, step: int = typer.Argument(help="Step to resume from."), yes: bool = YES
 ) -> None:
     """Delete every step above one, so that the next start resumes from that one."""
     with opened(place) as there:

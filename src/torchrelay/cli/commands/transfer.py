@@ -13,14 +13,7 @@ import torchrelay as tr
 from torchrelay.cli.access import CERTFILE, KEYFILE, endpoints, given
 from torchrelay.cli.commands.contents import INCLUDE
 from torchrelay.cli.commands.conversion import write_file
-from torchrelay.cli.output import (
-    JSON,
-    end_when_told,
-    plain,
-    print_json,
-    progress_bar,
-    size,
-)
+from torchrelay.cli.output import JSON, end_when_told, plain, print_json, progress_bar, size
 from torchrelay.cli.sources import SECONDS, SOURCE, STEP, at_newest, is_place, is_url
 from torchrelay.errors import UsageError
 
@@ -69,7 +62,8 @@ def _follow(endpoint: Endpoint, source: str, number: int) -> int:
     The step that is served stays where a newer one cannot be read."""
     newer = number
     try:
-        newer = max(number, _newest(source))
+        with tr.Checkpointer(source, group=False, read_only=True) as there:
+            newer = max(number, there.latest() or 0)
         if newer > number:
             published = endpoint.publish(_loaded(source, newer)[0], step=newer)
             published.result()
@@ -90,11 +84,6 @@ def _loaded(source: str, step: int | None) -> tuple[Any, int]:
     with progress_bar("reading") as show:
         state, found = loaded(at_newest(source) if step is None else source, step, show)
     return state, found or 0
-
-
-def _newest(source: str) -> int:
-    with tr.Checkpointer(source, group=False, read_only=True) as there:
-        return there.latest() or 0
 
 
 def pull(
@@ -128,7 +117,12 @@ def pull(
     reason = "it was interrupted"
     try:
         if newer_than is not None:
-            step = _awaited(there.wait(newer_than, deadline), newer_than, there.name)
+            step = max(there.wait(newer_than, deadline), default=-1)
+            if step <= newer_than:
+                text = f"no step above {newer_than} came at {there.name} in time"
+                raise tr.errors.TransferTimeoutError(
+                    f"{text}: give a longer --timeout", phase="wait"
+                )
         held = there.open(step, deadline)
         if as_file:
             state = StepSource(there.name, held)
@@ -165,12 +159,3 @@ def pull(
     print(f"{out}: step {held.record.step}, {size(nbytes)} at {rate}/s{how}")
     for url, why in there.faulty.items():
         print(plain(f"note: {url} was left out: {why}"))
-
-
-def _awaited(found: list[int], above: int, name: str) -> int:
-    newest = max(found, default=-1)
-    if newest <= above:
-        raise tr.errors.TransferTimeoutError(
-            f"no step above {above} came at {name} in time: give a longer --timeout", phase="wait"
-        )
-    return newest

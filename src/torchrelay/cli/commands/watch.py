@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Iterator
+from itertools import chain
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import typer
@@ -81,7 +82,8 @@ def _events(
     running: set[str] = set()
     while True:
         status = look()
-        found = {one["step"]: one for one in _all_steps(status)}
+        listed = [*(disk["steps"] for disk in status.get("disk", ())), status.get("steps", ())]
+        found = {one["step"]: one for one in chain(*listed)}
         for step, facts in sorted(found.items()):
             if step not in steps:
                 yield {"event": "step", **facts}
@@ -100,12 +102,6 @@ def _events(
         if left() <= 0:
             return
         time.sleep(min(interval, max(0.0, left())))
-
-
-def _all_steps(status: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    for disk in status.get("disk", ()):
-        yield from disk["steps"]
-    yield from status.get("steps", ())
 
 
 def _line(event: dict[str, Any]) -> str:

@@ -94,7 +94,6 @@ class SeededStep:
     def __init__(self, seed: Seed, remote: RemoteStep) -> None:
         self.record: Record = remote.record
         self.url, self.digest = remote.url, remote.digest
-        self.manifest, self.sizes = remote.manifest, remote.sizes
         self.lend: Callable[[str, int, int], memoryview] = seed.lend
         self._seed, self._remote = seed, remote
 

@@ -52,15 +52,6 @@ class JoinedKeeper:
         self.retention = Retention(self.service, join)
         self.replication = Replication(self.service, self.retention, lock)
 
-    @property
-    def settings(self) -> k.JoinKeeper:
-        return self.retention.settings
-
-    def configure(self, join: k.JoinKeeper) -> None:
-        self.retention.settings = join
-        cafile = join.listen.cafile or join.listen.certfile
-        self.service.access = replace(self.service.access, cafile=cafile)
-
 
 class KeeperProgram:
     """Carries out what the workers of a host ask for, each on a thread."""
@@ -79,7 +70,7 @@ class KeeperProgram:
     def run(self) -> None:
         signal.signal(signal.SIGTERM, lambda *_: self._over.set())
         while not self._over.wait(_TICK):
-            lease = FIRST_LEASE if self._kept is None else self._kept.settings.lease
+            lease = FIRST_LEASE if self._kept is None else self._kept.retention.settings.lease
             with self._lock:
                 alone = time.monotonic() - self._alone_since
                 if not self._workers and alone > lease:
@@ -155,7 +146,7 @@ class KeeperProgram:
         if self._kept is None:
             token = join.listen.token or secrets.token_urlsafe(32)
             self._kept = JoinedKeeper(join, token, self._lock)
-        kept, wanted, had = self._kept, join.listen, self._kept.settings.listen
+        kept, wanted, had = self._kept, join.listen, self._kept.retention.settings.listen
         token = kept.service.access.token or ""
         if wanted.token and not secrets.compare_digest(wanted.token, token):
             return m.Refused("it has another token than this worker was given")
@@ -165,7 +156,9 @@ class KeeperProgram:
             with_tls = "without" if had.certfile is None else "with"
             return m.Refused(f"it listens {with_tls} TLS: end it first")
         if is_first or not join.begins:
-            kept.configure(join)
+            kept.retention.settings = join
+            cafile = wanted.cafile or wanted.certfile
+            kept.service.access = replace(kept.service.access, cafile=cafile)
         self._workers.add(worker.number)
         kept.retention.enter(worker.number)
         known = list(dict.fromkeys([*self._members, *self._known]))
@@ -199,8 +192,8 @@ class KeeperProgram:
         if (kept := self._kept) is not None:
             with kept.service.lock:
                 facts |= {
-                    "lease": kept.settings.lease,
-                    "memory": kept.settings.memory or None,
+                    "lease": kept.retention.settings.lease,
+                    "memory": kept.retention.settings.memory or None,
                     "staged_bytes": kept.retention.nbytes,
                     "most_bytes": kept.retention.most,
                     **status(kept.service),

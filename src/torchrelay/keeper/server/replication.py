@@ -107,37 +107,25 @@ class Replication:
         try:
             if room.why:
                 raise MemoryError(room.why)
-            self._attach(room.slot, wanted.nbytes)
+            snapshots = self._service.snapshots
+            if room.slot not in snapshots.slots:
+                fd = sealed_memory(wanted.nbytes)
+                try:
+                    reserve(fd, wanted.nbytes)
+                except MemoryError:
+                    os.close(fd)
+                    raise
+                snapshots.attach(room.slot, fd, wanted.nbytes)
         except (OSError, MemoryError) as fault:
             self._why = f"nothing is copied: {fault}"
             self._failed += 1
             keeper.copying = set()
             return
         keeper.filled = room.slot
-        slot = self._service.snapshots.slots[room.slot]
+        slot, access, rate = snapshots.slots[room.slot], self._service.access, keeper.settings.rate
         self._copying = CopyThread(
-            *(
-                wanted,
-                room.slot,
-                slot,
-                older,
-                self._ring,
-                self._service.access,
-                self._retention.settings.rate,
-            ),
-            done=self._finished,
+            wanted, room.slot, slot, older, self._ring, access, rate, done=self._finished
         )
-
-    def _attach(self, number: int, nbytes: int) -> None:
-        if number in self._service.snapshots.slots:
-            return
-        fd = sealed_memory(nbytes)
-        try:
-            reserve(fd, nbytes)
-        except MemoryError:
-            os.close(fd)
-            raise
-        self._service.snapshots.attach(number, fd, nbytes)
 
     def _before(self, step: ServedSnapshot) -> ServedSnapshot | None:
         """The newest other step that this keeper has copies of."""
@@ -148,16 +136,13 @@ class Replication:
 
     def _finished(self, copy: CopyThread) -> None:
         with self._lock, self._service.lock:
-            self._note_end(copy)
-
-    def _note_end(self, copy: CopyThread) -> None:
-        self._copying, self._why = None, copy.why
-        self._fetched += copy.fetched
-        self._failed = self._failed + 1 if copy.why and copy.ring == self._ring else 0
-        step, snapshots = copy.wanted.step, self._service.snapshots
-        if not copy.why and step in snapshots.shown:
-            snapshots.show(Show(copy.number, step.step, step.id, copy.wanted.volumes))
-        self._retention.copying, self._retention.filled = set(), None
+            self._copying, self._why = None, copy.why
+            self._fetched += copy.fetched
+            self._failed = self._failed + 1 if copy.why and copy.ring == self._ring else 0
+            step, snapshots = copy.wanted.step, self._service.snapshots
+            if not copy.why and step in snapshots.shown:
+                snapshots.show(Show(copy.number, step.step, step.id, copy.wanted.volumes))
+            self._retention.copying, self._retention.filled = set(), None
 
     def facts(self) -> dict[str, object]:
         """For those who watch."""

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from torchrelay.endpoint.server import messages as m
 from torchrelay.endpoint.server.service import Service
-from torchrelay.endpoint.server.snapshots import ServedSnapshot, Snapshots
+from torchrelay.endpoint.server.snapshots import ServedSnapshot
 from torchrelay.keeper.server.messages import JoinKeeper, KeeperDecision
 
 OWN = 0  # in place of a worker's number: the keeper itself
@@ -31,6 +31,7 @@ class Retention:
 
     def __init__(self, service: Service, settings: JoinKeeper) -> None:
         self._service, self.settings = service, settings
+        self._snapshots = service.snapshots
         self.reserved = 0  # bytes that copies take, or will
         self.most = 0  # bytes that there ever were
         self.copying: set[str] = set()  # steps that a copy is made of, or from
@@ -40,10 +41,6 @@ class Retention:
         self._holders: set[int] = set()  # workers that ever held one
         self._live: set[int] = {OWN}
         self._numbers = 0
-
-    @property
-    def _snapshots(self) -> Snapshots:
-        return self._service.snapshots
 
     @property
     def nbytes(self) -> int:
@@ -83,8 +80,9 @@ class Retention:
     def reserve(self, worker: int, nbytes: int) -> m.Reserved:
         """A slot of a worker that it may write a step to; the step in it is shown no more."""
         self.tidy()
-        why = "" if worker == OWN else self.full()
-        return m.Reserved(-1, why) if why else self._reserve(worker, nbytes)
+        if worker != OWN and (why := self.full()):
+            return m.Reserved(-1, why)
+        return self._reserve(worker, nbytes)
 
     def full(self) -> str:
         """Why workers get no memory for another step, whatever its size."""
@@ -155,7 +153,12 @@ class Retention:
         step = self._snapshots.in_slot(slot)
         if step is None:
             return True
-        needed = self._is_needed(step) and not _is_elsewhere(step, slot)
+        # A step that was staged twice may be in a later slot with all that this one has.
+        here = step.parts[slot].volumes.keys()
+        elsewhere = any(
+            number > slot and part.volumes.keys() >= here for number, part in step.parts.items()
+        )
+        needed = self._is_needed(step) and not elsewhere
         return not (needed or self._service.readers(step))
 
     def _is_needed(self, step: ServedSnapshot) -> bool:
@@ -176,9 +179,3 @@ class Retention:
     def _free(self, slot: int) -> None:
         del self._slots[slot]
         self._snapshots.detach(slot)
-
-
-def _is_elsewhere(step: ServedSnapshot, slot: int) -> bool:
-    """Whether a later slot has all that this one has: the step was staged twice."""
-    here = step.parts[slot].volumes.keys()
-    return any(number > slot and part.volumes.keys() >= here for number, part in step.parts.items())

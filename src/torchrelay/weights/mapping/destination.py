@@ -51,11 +51,6 @@ class _MappedSource:
         self.dtype, self.shape, self.parameter = dtype, shape, parameter
         self.places: list[_Place] = []
 
-    @property
-    def takes_all(self) -> bool:
-        """Whether all of the tensor goes to one place, or none of it."""
-        return all(place.box[1] == self.shape for place in self.places)
-
     def add(self, place: _Place) -> None:
         """Note memory, unless it is that of another name of the same parameter."""
         known = ((one.box, _memory(one.memory)) for one in self.places)
@@ -196,7 +191,8 @@ class MappedDestination(InPlaceObject):
         self.into, self.mapping = into, mapping
         self._shards = {"**": shard} if isinstance(shard, tuple) else dict(shard)
         for one in self._shards.values():
-            _check_shard(one)
+            if not 0 <= one[0] < one[1]:
+                raise UsageError(f"shard is a rank and the number of ranks, not {one!r}")
         self._mapped = _MappedTensors()
         self._versions: dict[tuple[str, int], int] = {}
 
@@ -207,7 +203,7 @@ class MappedDestination(InPlaceObject):
         for path, leaf in slots(flat.tree):
             found.add(dotted(path), flat.leaves[leaf], self.mapping, self._shard_of)
         tensors = found.tensors()
-        self._note_versions(tensors)
+        self._versions = _versions(found, tensors)
         return tensors
 
     def check(
@@ -258,10 +254,7 @@ class MappedDestination(InPlaceObject):
             for rest in mapped.padding:
                 rest.zero_()
         t.note_written(mapped.distributed)
-        self._note_versions(state)
-
-    def _note_versions(self, state: Mapping[str, Any]) -> None:
-        self._versions = _versions(self._mapped, state)
+        self._versions = _versions(mapped, state)
 
     def _shard_of(self, parameter: str) -> RankOf:
         for pattern, shard in self._shards.items():
@@ -313,24 +306,16 @@ def _checked_parameter(mine: object) -> torch.Tensor:
 def _differences(name: str, source: _MappedSource, offered: OfferedTensor | None) -> list[str]:
     if offered is None:
         return [f"{name}: published as something else than a tensor"]
-    pairs = (
-        ("dtype", offered.dtype, source.dtype),
-        ("shape", offered.shape, source.shape),
-    )
+    pairs = (("dtype", offered.dtype, source.dtype), ("shape", offered.shape, source.shape))
     found = [
         f"{name}: published with {what} {there}, and {source.parameter} takes {here}"
         for what, there, here in pairs
         if there != here
     ]
-    if not found and not offered.in_boxes and not source.takes_all:
+    in_parts = any(place.box[1] != source.shape for place in source.places)
+    if not found and not offered.in_boxes and in_parts:
         found.append(
             f"{name}: {source.parameter} takes a part of it, which cannot be read alone: receive "
             "from a list of ranks, or publish a tensor that does not share its memory with others"
         )
     return found
-
-
-def _check_shard(shard: RankOf) -> None:
-    rank, ranks = shard
-    if not 0 <= rank < ranks:
-        raise UsageError(f"shard is a rank and the number of ranks, not {shard!r}")
