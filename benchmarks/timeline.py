@@ -20,8 +20,8 @@ from torchrelay.transports.meeting import node
 from torchrelay.transports.meeting.connection import Connection
 from torchrelay.transports.protocol import receiver, sender
 from torchrelay.transports.routes import cuda_ipc, memory, reading, tcp
+from torchrelay.transports.routes.outgoing import Outgoing
 from torchrelay.transports.streams import chunk_receiver, sockets
-from torchrelay.transports.streams.outgoing_chunks import OutgoingChunks
 
 _events: list[tuple[float, str]] = []
 _state: dict[str, torch.Tensor] = {}
@@ -64,7 +64,7 @@ def _trace() -> None:
         (cuda_ipc.CudaFetch, "run"),
         (cuda_ipc.CudaFetch, "close"),
         (cuda_ipc.CudaService, "offer"),
-        (OutgoingChunks, "hash_on_devices"),
+        (Outgoing, "hash_on_devices"),
         (node.Node, "connect_data"),
         (sockets.DataSocket, "take_chunk"),
         (sockets.DataSocket, "send_chunk"),

@@ -19,10 +19,11 @@ from benchmarks.gpu import mixed as m
 from benchmarks.gpu.crew import Me, Wrong
 from benchmarks.gpu.scenes import MODES, NEW, OLD, expect, patched, relay_of, told
 from torchrelay.memory.gpu import kernels
+from torchrelay.transports.routes import outgoing as outgoing_module
 from torchrelay.transports.routes.cuda_ipc import CudaFetch
 from torchrelay.transports.routes.memory import MemoryFetch
 from torchrelay.transports.routes.route import RETRIES
-from torchrelay.transports.streams import outgoing_chunks, sockets
+from torchrelay.transports.streams import sockets
 from torchrelay.transports.streams.chunk_receiver import ChunkReceiver
 
 # Tools
@@ -95,10 +96,10 @@ def altered(me: Me, route: str, mode: str, verify: bool | None) -> Any:
         running.update(b"others")
         return running
 
-    digests, hashed, made = kernels.digests, outgoing_chunks.digest_of, sockets.running_digest
+    digests, hashed, made = kernels.digests, outgoing_module.digest_of, sockets.running_digest
     if me.rank == 0:
         state = m.weights(1, me.device, most=7)
-        by_host = (outgoing_chunks, "digest_of", digest)
+        by_host = (outgoing_module, "digest_of", digest)
         by_gpu = (kernels, "digests", hash_memory)
         by_socket = (sockets, "running_digest", on_the_way)
         with patched(*by_host), patched(*by_gpu), patched(*by_socket):

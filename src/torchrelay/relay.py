@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torchrelay.arguments import items_of
 from torchrelay.coordination.groups import check_group
 from torchrelay.deadlines import Deadline, Timeout, seconds_of
-from torchrelay.errors import RelayError, UsageError
+from torchrelay.errors import UsageError
 from torchrelay.frames import emptied_frames
 from torchrelay.landing.checks.shards import Shards, check_choice
 from torchrelay.landing.options import LandingOptions, checked_device
@@ -28,12 +28,11 @@ from torchrelay.steps import check_step
 from torchrelay.transports.meeting.node import Node, node_of
 from torchrelay.transports.protocol.options import ReceiveOptions, SendOptions, TransferCall
 from torchrelay.transports.protocol.receiver import Receiving
-from torchrelay.transports.protocol.report import received_report, sent_report
 from torchrelay.transports.protocol.sender import Sending
-from torchrelay.transports.resources import Resources
+from torchrelay.transports.resources import Member, Resources
 from torchrelay.transports.routes.choice import check_route
 from torchrelay.transports.routes.tcp import usual_connections
-from torchrelay.transports.streams.chunk_sender import LANES
+from torchrelay.transports.streams.chunk_sender import MAX_CONNECTIONS
 
 if TYPE_CHECKING:
     from torchrelay.endpoint.share import SharedState
@@ -85,8 +84,9 @@ class Relay:
             raise UsageError(f"chunk_bytes is a positive number, not {chunk_bytes!r}")
         if pool is not None and not (isinstance(pool, int) and pool >= 0):
             raise UsageError(f"pool is a number of bytes, not {pool!r}")
-        if connections is not None and connections not in range(1, LANES + 1):
-            raise UsageError(f"connections is a number from 1 to {LANES}, not {connections!r}")
+        most = MAX_CONNECTIONS
+        if connections is not None and connections not in range(1, most + 1):
+            raise UsageError(f"connections is a number from 1 to {most}, not {connections!r}")
         Deadline(timeout)
         self._group = group
         self._timeout = timeout
@@ -142,25 +142,14 @@ class Relay:
         call = TransferCall(deadline, progress=reporter(progress))
         settle()  # receivers read a GPU's memory without waiting for its streams
         options = SendOptions(step, self._join_window, join, self._verify, only, self._connections)
-        sending = Sending(self._node, self._group, self.rank, ranks, options, call, self._resources)
+        sending = Sending(self._member(), ranks, options, call)
 
         def describe() -> Snapshot:
-            return capture(
-                state,
-                step,
-                receivers=len(ranks),
-                chunk_bytes=self._chunk_bytes,
-                objects=True,
-            )
+            many, chunk_bytes = len(ranks), self._chunk_bytes
+            return capture(state, step, receivers=many, chunk_bytes=chunk_bytes, objects=True)
 
         with self._measured("send", step) as measured, emptied_frames():
-            try:
-                sending.run(describe)
-            except RelayError as fault:
-                if sending.described:
-                    fault.report = sent_report(sending, only, self._verify)
-                raise
-            report = sent_report(sending, only, self._verify)
+            report = sending.run(describe)
             measured.end(report)
         return report
 
@@ -221,17 +210,7 @@ class Relay:
         if not several:
             return self.receive(sources[0], options, call)
         settle()
-        gather = Gather(
-            self._node,
-            self._group,
-            self.rank,
-            sources,
-            options,
-            call,
-            self._resources,
-            self._workspace,
-            self._join_window,
-        )
+        gather = Gather(self._member(), sources, options, call, self._join_window)
         with self._measured("recv", step) as measured, emptied_frames():
             loaded = gather.run()
             measured.end(loaded.report)
@@ -242,21 +221,11 @@ class Relay:
         settle()  # what is written to on a GPU may still be in use by its streams
         if in_use():
             warm_up(torch.cuda.current_device())
-        receiving = Receiving(
-            self._node,
-            self._group,
-            source,
-            self.rank,
-            options,
-            call,
-            self._resources,
-            self._workspace,
-        )
+        receiving = Receiving(self._member(), source, options, call)
         with self._measured("recv", options.step) as measured, emptied_frames():
-            landed = receiving.run()
-            report = received_report(receiving, landed, source)
-            measured.end(report)
-        return Loaded(landed.state, report.step, report)
+            loaded = receiving.run()
+            measured.end(loaded.report)
+        return loaded
 
     def share(self, state: object, *, step: int) -> SharedState:
         """Let other ranks recover this rank's state while it continues: see `peer`.
@@ -273,7 +242,7 @@ class Relay:
         """The state that a rank of the group offers with `share`, as a source of `recover`."""
         from torchrelay.sources.peer import PeerNotes, PeerSource
 
-        self._check_in_group(rank)
+        self._check_rank(rank)
         return PeerSource(PeerNotes(self._group), rank)
 
     def close(self) -> None:
@@ -289,6 +258,9 @@ class Relay:
     def __exit__(self, *exc: object) -> None:
         self.close()
 
+    def _member(self) -> Member:
+        return Member(self._node, self._group, self.rank, self._resources, self._workspace)
+
     def _measured(self, operation: str, step: int | None) -> Measurement:
         role = "sender" if operation == "send" else "receiver"
         return Measurement(operation, step, rank=self.rank, role=role)
@@ -296,7 +268,7 @@ class Relay:
     def _peers(self, given: int | Iterable[int]) -> list[int]:
         ranks = items_of("a peer", given, int, "a rank")
         for rank in ranks:
-            self._check_in_group(rank)
+            self._check_rank(rank)
             if rank == self.rank:
                 raise UsageError(f"rank {rank} is this rank itself: name another")
         for rank in ranks:
@@ -309,7 +281,7 @@ class Relay:
         if self._closed:
             raise UsageError("this relay is closed: make another one")
 
-    def _check_in_group(self, rank: int) -> None:
+    def _check_rank(self, rank: int) -> None:
         self._check_open()
         size = self._group.size()
         if type(rank) is not int or not 0 <= rank < size:

@@ -528,7 +528,7 @@ def test_limits_are_as_described() -> None:
     assert (caps["stream"], manifest.MAX_STREAM_BYTES) == ("2^50 bytes", 1 << 50)
     assert (caps["chunk"], MAX_CHUNK_BYTES) == ("2^28 bytes", 1 << 28)
     assert (caps["dimensions of a tensor"], manifest.MAX_DIMS) == ("64", 64)
-    assert (caps["data connections of a transfer"], chunk_sender.LANES) == ("16", 16)
+    assert (caps["data connections of a transfer"], chunk_sender.MAX_CONNECTIONS) == ("16", 16)
     assert (caps["dimensions of a mesh"], manifest.MAX_MESH_DIMS) == ("16", 16)
     different = caps["dimensions of all different meshes, and 1 for each"]
     assert (different, meshes.MAX_MESH_WORK) == ("2^12", 1 << 12)

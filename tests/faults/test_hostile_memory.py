@@ -27,7 +27,7 @@ from torchrelay.geometry.runs import Runs
 from torchrelay.transports.routes.host import place
 from torchrelay.transports.routes.host.place import Process, Proof, claim
 from torchrelay.transports.routes.memory import MemoryFacts, MemoryService, MemoryTable
-from torchrelay.transports.routes.route import Outgoing
+from torchrelay.transports.routes.outgoing import Outgoing
 from torchrelay.transports.routes.tcp import TcpGo
 from torchrelay.transports.streams.sockets import DataSocket
 from torchrelay.transports.wire.messages import NONCE_BYTES, Digests, Go, Join, read_as, write

@@ -19,8 +19,7 @@ from tests.support.ways import by, patched
 from torchrelay.geometry.runs import Runs
 from torchrelay.record.digest import digest
 from torchrelay.transports.routes.memory import MemoryService, MemoryTable
-from torchrelay.transports.routes.route import Outgoing
-from torchrelay.transports.streams.outgoing_chunks import OutgoingChunks
+from torchrelay.transports.routes.outgoing import Outgoing
 from torchrelay.transports.wire.messages import Accept, Confirmed, Need, Offer, RouteNote
 
 OLD, NEW = 100, 1
@@ -104,10 +103,10 @@ def nothing_told(rank: int, group: Any, verify: bool, atomic: bool) -> Any:
     def table(self: MemoryService, outgoing: Outgoing) -> MemoryTable:
         return msgspec.structs.replace(original(self, outgoing), host=b"")
 
-    def zero(self: OutgoingChunks, index: int) -> bytes:
-        return digest(torch.zeros(self._snapshot.chunks.sizes[index], dtype=torch.uint8))
+    def zero(self: Outgoing, index: int) -> bytes:
+        return digest(torch.zeros(self.snapshot.chunks.sizes[index], dtype=torch.uint8))
 
-    with patched(MemoryService, table=table), patched(OutgoingChunks, digest=zero):
+    with patched(MemoryService, table=table), patched(Outgoing, digest=zero):
         relay.send(weights(NEW), 1)
     return None
 

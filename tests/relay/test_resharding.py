@@ -28,9 +28,8 @@ from tests.support.ways import patched
 from torchrelay import dropin
 from torchrelay.errors import RelayError
 from torchrelay.transports.protocol import sender as sender_module
-from torchrelay.transports.protocol import served as served_module
 from torchrelay.transports.protocol.sender import Sending
-from torchrelay.transports.routes.route import Outgoing
+from torchrelay.transports.routes.outgoing import Outgoing
 from torchrelay.transports.wire.messages import Accept
 
 LONG = 60.0  # the first call imports what torch needs for meshes
@@ -246,16 +245,14 @@ def test_what_is_refused_leaves_all_sides_right(pool8: Any, case: str) -> None:
 @contextmanager
 def failing(case: str, act: Callable[[], None]) -> Iterator[None]:
     """Within: this sender does `act` at a point of its talk with a receiver of parts."""
-    module, spot = sender_module, "SnapshotPart"
-    if case == "asked":
-        module, spot = served_module, "services"
-    original = getattr(module, spot)
+    spot = "services" if case == "asked" else "SnapshotPart"
+    original = getattr(sender_module, spot)
 
     def act_first(*args: Any, **options: Any) -> Any:
         act()
         return original(*args, **options)
 
-    with patched(module, **{spot: act_first}):
+    with patched(sender_module, **{spot: act_first}):
         yield
 
 

@@ -21,10 +21,11 @@ from tests.support.ways import by, every_route, every_way, patched
 from torchrelay.memory.threads import IDLE
 from torchrelay.transports.protocol import receiver as receiver_module
 from torchrelay.transports.protocol.sender import Sending
+from torchrelay.transports.routes import outgoing as outgoing_module
 from torchrelay.transports.routes.memory import MemoryFetch
 from torchrelay.transports.routes.nixl import NixlFetch
 from torchrelay.transports.routes.reading import ReadingFetch
-from torchrelay.transports.streams import outgoing_chunks, sockets
+from torchrelay.transports.streams import sockets
 from torchrelay.transports.streams.sockets import DataSocket
 
 OLD = 100
@@ -465,7 +466,7 @@ def changed_while_sent(rank: int, group: Any, way: str) -> Any:
             out = attempt(lambda: relay.recv(0, into=live))
         return out, int(live["w"].max())
     state = {"w": torch.ones(size, dtype=torch.uint8)}
-    original, running = outgoing_chunks.digest_of, sockets.running_digest
+    original, running = outgoing_module.digest_of, sockets.running_digest
     hashed, lock = [], threading.Lock()
 
     def change(data: Any) -> None:
@@ -494,7 +495,7 @@ def changed_while_sent(rank: int, group: Any, way: str) -> Any:
         def digest(self) -> bytes:
             return bytes(self._made.digest())
 
-    with patched(outgoing_chunks, digest_of=digest), patched(sockets, running_digest=Changing):
+    with patched(outgoing_module, digest_of=digest), patched(sockets, running_digest=Changing):
         return attempt(lambda: relay.send(state, 1)), threads.left()
 
 

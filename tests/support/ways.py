@@ -51,7 +51,7 @@ def taking(way: str) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(tr.Relay.__init__.__kwdefaults__, "route", route_of(way))
         patch.setattr(memory, "batches", partial(vectors.batches, piece=PIECE))
-        patch.setattr(tcp, "LANE_BYTES", PIECE)
+        patch.setattr(tcp, "CONNECTION_BYTES", PIECE)
         if way == "ring":
             patch.setattr(place, "cannot_read", refused)
         yield

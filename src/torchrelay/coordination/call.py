@@ -203,16 +203,14 @@ class Call:
             calls = [self.name, *(one.name for one in sent)]
             failed = conflicts(calls, channel.behind)
             channel.behind = {rank: calls[rank].step or 0 for rank in failed}
+            refused = {
+                rank: RankMessage.failure(UsageError(why), phase, 0) for rank, why in failed.items()
+            }
             for rank, key, one in zip(ranks, keys, sent, strict=True):
                 if rank in failed and store.drop(key):
-                    self._reply(
-                        store,
-                        one,
-                        RankMessage.failure(UsageError(failed[rank]), phase, 0),
-                        deadline,
-                    )
+                    self._reply(store, one, refused[rank], deadline)
             if 0 in failed:
-                return RankMessage.failure(UsageError(failed[0]), phase, 0)
+                return refused[0]
             if not failed:
                 for key in keys:
                     store.drop(key)
@@ -283,7 +281,10 @@ class Call:
                 store.put(note, _encode((channel.key, missing)))
             if waited >= warn_at:
                 warn_at *= 2
-                self._warn(store, waited, missing)
+                logger.warning(
+                    f"rank {self._rank} has waited {waited:.0f} s in {self.name}{self._subject} "
+                    f"for {self._places(store, missing)}: every rank of the group makes this call"
+                )
 
         try:
             return store.wait_for(keys, seconds, look)
@@ -324,12 +325,6 @@ class Call:
             elif not store.has(key):
                 missing.append(rank)
         return missing
-
-    def _warn(self, store: GroupStore, waited: float, missing: list[int]) -> None:
-        logger.warning(
-            f"rank {self._rank} has waited {waited:.0f} s in {self.name}{self._subject} for "
-            f"{self._places(store, missing)}: every rank of the group makes this call"
-        )
 
     def at(self, where: str) -> None:
         """Tell the other ranks what this one is doing, in case it does not finish."""

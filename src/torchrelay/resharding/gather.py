@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
 
 from torchrelay.deadlines import TICK, Deadline, Stopwatch
 from torchrelay.errors import (
@@ -27,20 +26,17 @@ from torchrelay.errors import (
 from torchrelay.landing.commit.ending import TORN
 from torchrelay.landing.gathering import GatherPlan, PartLanding, plan_gather
 from torchrelay.landing.places import Landed
-from torchrelay.landing.workspace import Workspace
 from torchrelay.memory import threads
 from torchrelay.memory.gpu.side import settle
 from torchrelay.memory.uninterrupted import uninterrupted
 from torchrelay.record.encoding import decode
 from torchrelay.record.reads import encode_reads
-from torchrelay.record.schema import Record
 from torchrelay.results import Loaded, Outcome, Peer, Report, Traffic
 from torchrelay.transports.meeting.connection import Inbox
 from torchrelay.transports.meeting.conversation import Conversation
-from torchrelay.transports.meeting.node import Node
 from torchrelay.transports.protocol.options import ReceiveOptions, TransferCall
 from torchrelay.transports.protocol.receiver import Greeting, last_message
-from torchrelay.transports.resources import Resources
+from torchrelay.transports.resources import Member
 from torchrelay.transports.routes.choice import Choice, choose
 from torchrelay.transports.routes.route import Incoming
 from torchrelay.transports.wire.messages import Accept, Confirmed, Done, Fetched, Go, Offer
@@ -53,7 +49,7 @@ class _Source:
 
     def __init__(self, talk: Conversation, greeting: Greeting, offer: Offer) -> None:
         self.talk, self.greeting, self.offer = talk, greeting, offer
-        self.record: Record = decode(offer.record)
+        self.record = decode(offer.record)
         self.confirmed = False
         self.nbytes = 0  # that came from it
         self.choices: list[Choice] = []
@@ -64,20 +60,15 @@ class Gather:
 
     def __init__(
         self,
-        node: Node,
-        group: Any,
-        me: int,
+        member: Member,
         sources: Sequence[int],
         options: ReceiveOptions,
         call: TransferCall,
-        resources: Resources,
-        workspace: Workspace,
         window: float,
     ) -> None:
-        self._node, self._group, self._me = node, group, me
-        self._ranks, self._options, self._window = sources, options, window
+        self._member, self._node, self._ranks = member, member.node, sources
+        self._options, self._window = options, window
         self._deadline, self._watch, self._progress = call.deadline, call.watch, call.progress
-        self._resources, self._workspace = resources, workspace
         self._sources: dict[int, _Source] = {}
         self._talks: list[Conversation] = []
         self._lost: dict[int, RelayError] = {}
@@ -111,8 +102,9 @@ class Gather:
         join = self._join_deadline = Deadline(max(self._deadline.left(), 0.001))
 
         def ask(rank: int) -> None:
-            greeting = Greeting(self._me, rank, self._options.route)
-            talk = Conversation(self._node, rank, self._me, join, Stopwatch())
+            me = self._member.rank
+            greeting = Greeting(me, rank, self._options.route)
+            talk = Conversation(self._node, rank, me, join, Stopwatch())
             talk.watch.phase = "join"
             self._talks.append(talk)
             committed = self._node.committed(rank)
@@ -212,18 +204,13 @@ class Gather:
     def _planned(self, before: GatherPlan | None) -> GatherPlan:
         """`MismatchError` if the sources do not have what is wanted; the first that was lost is
         named if it would have."""
+        options = self._options
         try:
             if before is not None:
                 return before.without(self._lost)
             records = {rank: source.record for rank, source in self._sources.items()}
-            options = self._options
-            return plan_gather(
-                records,
-                options.into,
-                options.landing,
-                self._workspace,
-                chunk_bytes=options.chunk_bytes,
-            )
+            into, landing, size = options.into, options.landing, options.chunk_bytes
+            return plan_gather(records, into, landing, self._member.workspace, chunk_bytes=size)
         except MismatchError as fault:
             for lost in self._lost.values():
                 raise lost from fault
@@ -256,8 +243,7 @@ class Gather:
             talk,
             source.offer,
             source.greeting.nonce,
-            self._group,
-            self._resources,
+            self._member,
             self._options.connections,
             progress,
             part.on_device,

@@ -1,25 +1,21 @@
-"""Resources that a relay keeps between its calls, and frees when it is closed."""
+"""A rank of a group as the parts of a transfer see it, with what it keeps between calls."""
 
 from __future__ import annotations
 
 import threading
-from typing import Any, Protocol, TypeVar
+from dataclasses import dataclass
+from typing import Any, TypeVar
 
+from torchrelay.landing.workspace import Workspace
+from torchrelay.transports.meeting.node import Node
 from torchrelay.transports.streams.buffers import BufferPool
 
-
-class Kept(Protocol):
-    """Something that outlives a transfer, because making it takes longer than most transfers."""
-
-    def close(self) -> None:
-        """Free it."""
-
-
-T = TypeVar("T", bound=Kept)
+T = TypeVar("T")
 
 
 class Resources:
-    """Owns one of each kind of kept thing. Threads may share it."""
+    """Things that take longer to make than most transfers, one of each kind. They are freed when
+    the relay is closed. Threads may share it."""
 
     def __init__(self) -> None:
         self.buffers = BufferPool()
@@ -27,7 +23,7 @@ class Resources:
         self._lock = threading.Lock()
 
     def of(self, kind: type[T]) -> T:
-        """The one of this kind, made when it is first asked for."""
+        """The one of this kind, made when it is first asked for. It has a method `close`."""
         with self._lock:
             if kind not in self._kept:
                 self._kept[kind] = kind()
@@ -40,3 +36,14 @@ class Resources:
             kept, self._kept = list(self._kept.values()), {}
         for one in kept:
             one.close()
+
+
+@dataclass(frozen=True)
+class Member:
+    """This process in its group."""
+
+    node: Node
+    group: Any  # the process group, for device backends
+    rank: int
+    resources: Resources
+    workspace: Workspace

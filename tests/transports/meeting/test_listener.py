@@ -74,7 +74,6 @@ def door(here: Listener) -> Iterator[Door]:
     made = Door()
     here.add(made.id, made)
     yield made
-    here.remove(made.id)
     made.close()
 
 
@@ -106,6 +105,19 @@ def test_who_knows_the_key_is_admitted(identity: Identity, door: Door) -> None:
         call(identity, hello, key, Deadline(SOON)).close()
     door.wait(2)
     assert [hello for hello, _ in door.guests] == [control, data]
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of a fork in a process with threads
+def test_a_forked_child_keeps_no_connection_open(identity: Identity, door: Door) -> None:
+    """A peer notices the end of the process that it is connected to, whatever its children do."""
+    caller = call(identity, Hello(DATA, door.id, 0, door.transfer), door.key, Deadline(SOON))
+    door.wait(1)
+    socks = [caller, door.guests[0][1]]
+    if not (child := os.fork()):
+        os._exit(sum(sock.fileno() >= 0 for sock in socks))
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert all(sock.fileno() >= 0 for sock in socks)
+    caller.close()
 
 
 def test_a_recorded_hello_is_not_admitted(identity: Identity, door: Door) -> None:

@@ -45,7 +45,7 @@ class Two:
 
     @property
     def waiting(self) -> int:
-        return len(self.sender._desk._joins)
+        return len(self.sender._joins)
 
     def until(self, true: Callable[[], bool]) -> None:
         ends = time.monotonic() + SOON

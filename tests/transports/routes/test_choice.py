@@ -184,7 +184,7 @@ def test_who_is_elsewhere_is_not_tried(
 
 def test_messages_of_the_protocol_do_not_name_what_routes_say() -> None:
     """So a route is added without touching them."""
-    own = {"memory", "ring", "key", "token", "exports", "slot", "host", "port", "handle", "lanes"}
+    own = {"memory", "ring", "key", "token", "exports", "slot", "host", "port", "handle"}
     said = own.union(*(kind.__struct_fields__ for kind in ROUTE_KINDS))
     said -= {"verify", "digests", "place", "device", "fd", "chunk"}  # of the whole transfer, too
     for kind in (Offer, Accept, Go, RouteNote):

@@ -75,7 +75,8 @@ class Scene:
         fetch._opened = theirs
         fetch._places = SimpleNamespace(device=self.mine)  # type: ignore[assignment]
         fetch._on_gpu = DeviceChunks(self.chunks, self.mine)
-        fetch._incoming = SimpleNamespace(resources=Resources())  # type: ignore[assignment]
+        member = SimpleNamespace(resources=Resources())
+        fetch._incoming = SimpleNamespace(member=member)  # type: ignore[assignment]
         fetch.messages = fetch.wire_bytes = 0
         self.counted: list[int] = []
         fetch._count = self.counted.append  # type: ignore[method-assign]

@@ -23,10 +23,11 @@ from torchrelay.geometry.runs import Runs
 from torchrelay.memory.gpu import device_chunks, kernels
 from torchrelay.memory.gpu.device_chunks import DeviceChunks
 from torchrelay.record.digest import CELL_BYTES, digest
-from torchrelay.transports.routes import reading, tcp
-from torchrelay.transports.routes.host.layout import MemoryLayout
-from torchrelay.transports.routes.route import Outgoing
-from torchrelay.transports.streams import chunk_receiver, outgoing_chunks
+from torchrelay.transports.routes import outgoing as outgoing_module
+from torchrelay.transports.routes import reading
+from torchrelay.transports.routes.outgoing import Outgoing
+from torchrelay.transports.routes.route import Incoming
+from torchrelay.transports.streams import chunk_receiver
 
 CHUNK = 3 * CELL_BYTES + 4096
 LONG = 30.0
@@ -132,11 +133,10 @@ class Counts:
             stack.enter_context(patched(DeviceChunks, digests=digests))
             stack.enter_context(patched(Outgoing, cells=True))
             if sends:
-                stack.enter_context(patched(MemoryLayout, on_gpu=memory))
+                stack.enter_context(patched(Outgoing, on_gpu=memory))
             else:
-                stack.enter_context(patched(tcp, on_gpu=landed))
-                stack.enter_context(patched(reading, on_gpu=landed))
-            stack.enter_context(patched(outgoing_chunks, digest_of=on_host))
+                stack.enter_context(patched(Incoming, on_gpu=landed))
+            stack.enter_context(patched(outgoing_module, digest_of=on_host))
             stack.enter_context(patched(chunk_receiver, digest_of=on_host))
             stack.enter_context(patched(reading, digest=on_host))
             yield

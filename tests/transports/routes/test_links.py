@@ -18,7 +18,7 @@ from tests.support import netns
 from tests.support.forks import run_program
 from tests.support.netns import HostFailed, Hosts, Switch, Unavailable
 from torchrelay import Relay
-from torchrelay.transports.routes.tcp import LANE_BYTES
+from torchrelay.transports.routes.tcp import CONNECTION_BYTES
 
 ROOT = Path(__file__).resolve().parents[3]
 HOST_SECONDS = 100  # hosts start in seconds; a machine that is busy takes longer
@@ -106,7 +106,7 @@ def test_hosts_are_apart_and_end_together(network: Switch) -> None:
 
 
 def over_connections(rank: int) -> Any:
-    state = {"w": torch.full((3 * LANE_BYTES,), rank, dtype=torch.uint8)}
+    state = {"w": torch.full((3 * CONNECTION_BYTES,), rank, dtype=torch.uint8)}
     relay = Relay(timeout=HOST_SECONDS / 2, route="tcp", connections=3)
     if rank == 0:
         report = relay.send(state, 1)

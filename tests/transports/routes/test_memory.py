@@ -16,7 +16,7 @@ from tests.support.ways import by, patched
 from torchrelay.geometry.runs import Runs
 from torchrelay.transports.routes.host.ring import Fill, NeedsRing, Ring
 from torchrelay.transports.routes.memory import MemoryService, MemoryTable
-from torchrelay.transports.routes.route import Outgoing
+from torchrelay.transports.routes.outgoing import Outgoing
 from torchrelay.transports.wire.messages import MAX_CHUNKS, Accept, Offer, RouteNote
 
 OLD, NEW = 100, 1

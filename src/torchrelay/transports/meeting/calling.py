@@ -85,8 +85,8 @@ def call_rank(
         except OSError as fault:
             if isinstance(fault, TimeoutError) and deadline.passed:
                 raise TransferTimeoutError(
-                    f"timed out after {deadline.seconds:.3g} s: {_at(rank, identity)} did not "
-                    "answer",
+                    f"timed out after {deadline.seconds:.3g} s: rank {rank} at {identity.host} "
+                    f"port {identity.port} did not answer",
                     rank=rank,
                     phase="join",
                 ) from fault
@@ -101,12 +101,8 @@ def call_rank(
             raise
 
 
-def _at(rank: int, identity: Identity) -> str:
-    return f"rank {rank} at {identity.host} port {identity.port}"
-
-
 def _unreachable(rank: int, identity: Identity, fault: OSError) -> PeerLostError:
-    at = _at(rank, identity)
+    at = f"rank {rank} at {identity.host} port {identity.port}"
     if isinstance(fault, ConnectionRefusedError):
         what = f"connection lost: {at} does not listen any more; its process has ended"
     elif isinstance(fault, ConnectionResetError):

@@ -127,7 +127,6 @@ class Connection:
     ) -> None:
         sock.setblocking(False)
         tune(sock)
-        note_open(sock)
         self.rank = rank
         self.identity = identity  # of the process that was called
         self.heard_at = time.monotonic()  # anything, a `Pong` too

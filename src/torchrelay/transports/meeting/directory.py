@@ -102,13 +102,20 @@ class Directory:
         """The address that was found did not work: look it up again next time."""
 
 
-def absent(rank: int, deadline: Deadline) -> TransferTimeoutError:
-    return TransferTimeoutError(
-        f"timed out: rank {rank} made no Relay on this group within {deadline.seconds:.3g} s "
-        "(a sender that uses torch's PGTransport is received with torchrelay.dropin.PGTransport)",
-        rank=rank,
-        phase="join",
-    )
+def _wait_until(found: Callable[[], bool], rank: int, deadline: Deadline) -> None:
+    """Look again and again; `TransferTimeoutError` if it is not so by the deadline."""
+    pause, longest = _PAUSES
+    while not found():
+        if deadline.passed:
+            raise TransferTimeoutError(
+                f"timed out: rank {rank} made no Relay on this group within {deadline.seconds:.3g} "
+                "s (a sender that uses torch's PGTransport is received with "
+                "torchrelay.dropin.PGTransport)",
+                rank=rank,
+                phase="join",
+            )
+        time.sleep(min(pause, deadline.left()))
+        pause = min(1.3 * pause, longest)
 
 
 class StoreDirectory(Directory):
@@ -129,25 +136,21 @@ class StoreDirectory(Directory):
             return rank in self._found or bool(self._store.check([str(rank)]))
         return False
 
-    def find(self, rank: int, deadline: Deadline) -> Identity:
-        found = self._found.get(rank)
-        if found is None:
-            found = self._found[rank] = read_identity(self._look(str(rank), rank, deadline), rank)
-        return found
-
     def forget(self, rank: int) -> None:
         self._found.pop(rank, None)
 
-    def _look(self, key: str, rank: int, deadline: Deadline) -> bytes:
-        pause, longest = _PAUSES
-        try:
+    def find(self, rank: int, deadline: Deadline) -> Identity:
+        if (found := self._found.get(rank)) is not None:
+            return found
+        key = str(rank)
+
+        def published() -> bool:
             # Not by the store's own wait, which keeps all other users of the store waiting.
-            while not self._asked(lambda: self._store.check([key]), rank, deadline):
-                if deadline.passed:
-                    raise absent(rank, deadline)
-                time.sleep(min(pause, deadline.left()))
-                pause = min(1.3 * pause, longest)
-            return bytes(self._asked(lambda: self._store.get(key), rank, deadline))
+            return bool(self._asked(lambda: self._store.check([key]), rank, deadline))
+
+        try:
+            _wait_until(published, rank, deadline)
+            data = bytes(self._asked(lambda: self._store.get(key), rank, deadline))
         except dist.DistError as fault:
             raise PeerLostError(
                 f"the group's store does not say where rank {rank} is: {fault}; has the process "
@@ -155,19 +158,20 @@ class StoreDirectory(Directory):
                 rank=rank,
                 phase="join",
             ) from fault
+        found = self._found[rank] = read_identity(data, rank)
+        return found
 
     def _asked(self, question: Callable[[], Any], rank: int, deadline: Deadline) -> Any:
         """The store's answer. A store that is out of reach does not answer for minutes, so a thread
         asks it, and is left behind when the time is over."""
         answers: list[Any] = []
-        faults: list[Exception] = []
 
         def ask() -> None:
             try:
                 with inside_backend():
                     answers.append(question())
             except Exception as fault:
-                faults.append(fault)
+                answers.append(fault)
 
         asking = threads.run(ask, "worker")
         while not asking.wait(TICK):
@@ -178,8 +182,8 @@ class StoreDirectory(Directory):
                     rank=rank,
                     phase="join",
                 )
-        if faults:
-            raise faults.pop()
+        if isinstance(answers[0], Exception):
+            raise answers.pop()
         return answers.pop()
 
 
@@ -213,7 +217,8 @@ class MessageDirectory(Directory):
             except RemoteProtocolError as other:
                 arrived.append(other)
 
-        watch(group, group.send([ours], rank, _TAG), ours, _ignore)
+        # If it does not arrive, the receiver finds out for itself.
+        watch(group, group.send([ours], rank, _TAG), ours, lambda fault: None)
         watch(group, group.recv([theirs], rank, _TAG), theirs, report)
 
     def knows(self, rank: int) -> bool:
@@ -221,12 +226,8 @@ class MessageDirectory(Directory):
 
     def find(self, rank: int, deadline: Deadline) -> Identity:
         self.introduce(rank)
-        arrived, (pause, longest) = self._coming[rank], _PAUSES
-        while not arrived:
-            if deadline.passed:
-                raise absent(rank, deadline)
-            time.sleep(min(pause, deadline.left()))
-            pause = min(1.3 * pause, longest)
+        arrived = self._coming[rank]
+        _wait_until(lambda: bool(arrived), rank, deadline)
         if isinstance(arrived[0], Exception):
             raise PeerLostError(
                 f"rank {rank} cannot be reached over the group: {arrived[0]}", rank=rank
@@ -255,7 +256,3 @@ def directory_of(group: Any) -> Directory:
     with suppress(AttributeError, RuntimeError):  # a group of another library may have no store
         return StoreDirectory(group.get_group_store(), group.rank())
     return MessageDirectory(group)
-
-
-def _ignore(fault: Exception | None) -> None:
-    """The receiver finds out for itself."""

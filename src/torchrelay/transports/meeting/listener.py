@@ -12,11 +12,12 @@ import contextlib
 import os
 import socket
 import threading
+import weakref
 from collections.abc import Callable
 from typing import Protocol
 
 from torchrelay.transports.meeting.addresses import listen_here
-from torchrelay.transports.meeting.connection import close_in_child
+from torchrelay.transports.meeting.connection import close_in_child, note_open
 from torchrelay.transports.wire import handshake
 from torchrelay.transports.wire.handshake import Hello
 
@@ -41,9 +42,10 @@ class Listener:
     def __init__(self) -> None:
         self._socket = listen_here()
         self._socket.setblocking(False)
+        note_open(self._socket)
         self.host, self.port = self._socket.getsockname()[:2]
         self.loop = asyncio.new_event_loop()
-        self._nodes: dict[bytes, Admission] = {}
+        self._nodes: weakref.WeakValueDictionary[bytes, Admission] = weakref.WeakValueDictionary()
         self._strangers: dict[asyncio.Task[None], socket.socket] = {}  # the oldest first
         self.loop.call_soon(self._accept_from_now_on)
         thread = threading.Thread(
@@ -54,19 +56,10 @@ class Listener:
     def add(self, node: bytes, admission: Admission) -> None:
         self._nodes[node] = admission
 
-    def remove(self, node: bytes) -> None:
-        self._nodes.pop(node, None)
-
-    def run(self, act: Callable[..., None], *args: object) -> None:
+    def run(self, act: Callable[..., object], *args: object) -> None:
         """Have something done in the I/O thread, in the order of the calls."""
         with contextlib.suppress(RuntimeError):  # the loop has ended with the process
             self.loop.call_soon_threadsafe(act, *args)
-
-    def abandon(self) -> None:
-        """In a forked child: let go of the parent's sockets, which stay open there."""
-        self._socket.close()
-        for sock in self._strangers.values():
-            sock.close()
 
     # In the I/O thread
 
@@ -83,6 +76,7 @@ class Listener:
             self.loop.call_later(PAUSE_SECONDS, self._accept_from_now_on)
             return
         sock.setblocking(False)
+        note_open(sock)
         while len(self._strangers) >= STRANGERS:
             oldest, turned_away = next(iter(self._strangers.items()))
             del self._strangers[oldest]
@@ -136,13 +130,10 @@ def listener_here() -> Listener:
 
 
 def _forget_in_child() -> None:
-    """A forked child has no I/O thread. It keeps none of its parent's connections open: a peer of
-    the parent must notice when that one ends."""
+    """A forked child has no I/O thread."""
     global _here, _lock
-    here, _here, _lock = _here, None, threading.Lock()
-    if here is not None:
-        here.abandon()
-        close_in_child()
+    _here, _lock = None, threading.Lock()
+    close_in_child()
 
 
 os.register_at_fork(after_in_child=_forget_in_child)

@@ -1,6 +1,7 @@
 """One process's end of a group: its identity, its open sends, and the receivers that wait for one.
 
-Its tables belong to the I/O thread. Calls of other threads have things done there.
+Its tables belong to the I/O thread. Calls of other threads have things done there. The listener
+refers to it weakly, so it ends with its group.
 """
 
 from __future__ import annotations
@@ -61,9 +62,7 @@ class DataTicket(NamedTuple):
     broken: int = 0
 
 
-class _Expected(NamedTuple):
-    key: bytes
-    put: Callable[[socket.socket], None]
+Put = Callable[[socket.socket], None]
 
 
 class Node:
@@ -75,49 +74,52 @@ class Node:
         except OSError as fault:
             raise UsageError(f"cannot listen for the other ranks: {fault}") from fault
         self.directory = directory
-        self._desk = _Desk(self._listener)
-        here = self._listener
+        here, self._loop = self._listener, self._listener.loop
         self.identity = Identity(
-            handshake.VERSION, here.host, here.port, self._desk.id, self._desk.token
+            handshake.VERSION, here.host, here.port, handshake.new_id(), handshake.new_key()
         )
-        here.add(self._desk.id, self._desk)
-        weakref.finalize(self, here.remove, self._desk.id).atexit = False
-        directory.publish(self.identity)
+        self._matcher = Matcher()
+        self._inboxes: dict[OpenSend, Inbox] = {}
+        self._joins: dict[WaitingJoin, tuple[Connection, Join]] = {}
+        self._expected: dict[tuple[bytes, int], tuple[bytes, Put]] = {}
         self._lock = threading.Lock()
         self._committed: dict[int, bytes] = {}  # by sender, the last transfer from it
         self._unknown: dict[int, bytes] = {}  # by receiver, the one that it may have committed
+        here.add(self.identity.node, self)
+        directory.publish(self.identity)
 
     @contextlib.contextmanager
     def open(self, send: OpenSend, inbox: Inbox) -> Iterator[None]:
         """Within: receivers come to a send, as `ReceiverJoined` and `WrongStep` in its inbox."""
         for rank in send.ranks:
             self.directory.introduce(rank)
-        self._listener.run(self._desk.open, send, inbox)
+        self._listener.run(self._open, send, inbox)
         try:
             yield
         finally:
-            self._listener.run(self._desk.close, send, inbox)
+            self._listener.run(self._close, send, inbox)
 
     def put_back(self, joined: ReceiverJoined) -> None:
         """A receiver came too late for a send: it waits for the next one."""
-        self._listener.run(self._desk.wait, joined.connection, joined.join)
+        self._listener.run(self._wait, joined.connection, joined.join)
 
     def connect(self, rank: int, me: int, inbox: Inbox, deadline: Deadline) -> Connection:
         """A control connection to a sender, whose messages come to the inbox."""
         sock, identity = call_rank(self.directory, rank, me, deadline)
-        connection = Connection(sock, self._listener.loop, rank, identity)
+        connection = Connection(sock, self._loop, rank, identity)
         connection.deliver = inbox.put
         self._listener.run(connection.start)
         return connection
 
     @contextlib.contextmanager
-    def expect(self, ticket: DataTicket, put: Callable[[socket.socket], None]) -> Iterator[None]:
+    def expect(self, ticket: DataTicket, put: Put) -> Iterator[None]:
         """Within: data connections of a transfer are admitted, and go to `put`."""
-        self._listener.run(self._desk.expect, ticket, put)
+        which = ticket.transfer, ticket.broken
+        self._listener.run(self._expected.__setitem__, which, (ticket.key, put))
         try:
             yield
         finally:
-            self._listener.run(self._desk.expect_no_more, ticket)
+            self._listener.run(self._expected.pop, which, None)
 
     def connect_data(
         self,
@@ -147,46 +149,27 @@ class Node:
             transfer = self._unknown.pop(receiver, None)
         return None if transfer is None else transfer == committed
 
-
-class _Desk:
-    """The tables of a node. In the I/O thread alone, but for `id` and `token`."""
-
-    def __init__(self, listener: Listener) -> None:
-        self.id, self.token = handshake.new_id(), handshake.new_key()
-        self._listener = listener
-        self._matcher = Matcher()
-        self._inboxes: dict[OpenSend, Inbox] = {}
-        self._joins: dict[WaitingJoin, tuple[Connection, Join]] = {}
-        self._expected: dict[tuple[bytes, int], _Expected] = {}
-
-    # Admission of connections
+    # In the I/O thread: connections
 
     def key_for(self, hello: Hello) -> bytes | None:
         if hello.kind == handshake.CONTROL:
-            return self.token
+            return self.identity.token
         expected = self._expected.get((hello.transfer, hello.broken))
-        return None if expected is None else expected.key
+        return None if expected is None else expected[0]
 
     def admit(self, hello: Hello, sock: socket.socket) -> None:
         if hello.kind == handshake.DATA:
-            expected = self._expected.get((hello.transfer, hello.broken))
-            if expected is None:
-                sock.close()
-            else:
-                expected.put(sock)
+            self._expected[hello.transfer, hello.broken][1](sock)
             return
-        connection = Connection(sock, self._listener.loop, hello.rank)
-        connection.deliver = self._first
+        connection = Connection(sock, self._loop, hello.rank)
+        connection.deliver = first = self._first
         connection.start()
-        self._listener.loop.call_later(JOIN_SECONDS, self._no_join, connection)
 
-    def expect(self, ticket: DataTicket, put: Callable[[socket.socket], None]) -> None:
-        self._expected[ticket.transfer, ticket.broken] = _Expected(ticket.key, put)
+        def close_without_join() -> None:
+            if connection.deliver is first:
+                connection.close()
 
-    def expect_no_more(self, ticket: DataTicket) -> None:
-        self._expected.pop((ticket.transfer, ticket.broken), None)
-
-    # Receivers
+        self._loop.call_later(JOIN_SECONDS, close_without_join)
 
     def _first(self, event: Event) -> None:
         """The first message of a receiver."""
@@ -194,15 +177,11 @@ class _Desk:
             return
         event.connection.taken(event)
         if isinstance(event.message, Join):
-            self.wait(event.connection, event.message)
+            self._wait(event.connection, event.message)
         else:
             event.connection.close()
 
-    def _no_join(self, connection: Connection) -> None:
-        if connection.deliver == self._first:
-            connection.close()
-
-    def wait(self, connection: Connection, join: Join) -> None:
+    def _wait(self, connection: Connection, join: Join) -> None:
         """Have a receiver wait for a send, unless it has left: a send that it came too late for was
         told so in place of this."""
         if connection.closed:
@@ -222,27 +201,27 @@ class _Desk:
         self._matcher.join(waiting)
         self._match_soon()
 
-    # Sends
+    # In the I/O thread: sends
 
-    def open(self, send: OpenSend, inbox: Inbox) -> None:
+    def _open(self, send: OpenSend, inbox: Inbox) -> None:
         self._inboxes[send] = inbox
         self._matcher.open(send)
         self._match_soon()
 
-    def close(self, send: OpenSend, inbox: Inbox) -> None:
+    def _close(self, send: OpenSend, inbox: Inbox) -> None:
         self._matcher.close(send)
         self._inboxes.pop(send, None)
         # Receivers that came too late for this send wait for the next one.
         for event in inbox.drain():
             if isinstance(event, ReceiverJoined):
-                self.wait(event.connection, event.join)
+                self._wait(event.connection, event.join)
             elif isinstance(event, MessageHeard):
                 event.connection.deliver(event)
         self._match_soon()
 
     def _match_soon(self) -> None:
         """Match when everything that is here by now has been read: a receiver may have left."""
-        self._listener.loop.call_soon(self._match)
+        self._loop.call_soon(self._match)
 
     def _match(self) -> None:
         for waiting, send, several in self._matcher.matches():
@@ -259,7 +238,7 @@ class _Desk:
             connection.close()
             self._inboxes[send].put(WrongStep(waiting.rank, join.step))
         if again is not None:
-            self._listener.loop.call_later(max(0.0, again - now) + 0.001, self._match)
+            self._loop.call_later(max(0.0, again - now) + 0.001, self._match)
 
 
 def _ignore(event: Event) -> None:

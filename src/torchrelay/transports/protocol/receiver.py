@@ -11,7 +11,6 @@ from __future__ import annotations
 import secrets
 from contextlib import suppress
 from functools import partial
-from typing import Any
 
 from torchrelay.errors import (
     ManifestError,
@@ -27,32 +26,18 @@ from torchrelay.landing.commit.ending import TORN
 from torchrelay.landing.destination import prepare
 from torchrelay.landing.places import Landed, named
 from torchrelay.landing.seam import Landing, land
-from torchrelay.landing.workspace import Workspace
 from torchrelay.memory.gpu.side import settle
 from torchrelay.memory.uninterrupted import uninterrupted
 from torchrelay.record.encoding import decode
 from torchrelay.record.schema import Record
+from torchrelay.results import Loaded, Outcome, Report, Traffic
 from torchrelay.transports.meeting.conversation import Conversation
-from torchrelay.transports.meeting.node import Node
 from torchrelay.transports.protocol.options import ReceiveOptions, TransferCall
-from torchrelay.transports.resources import Resources
+from torchrelay.transports.resources import Member
 from torchrelay.transports.routes.choice import Choice, choose
 from torchrelay.transports.routes.host import place
 from torchrelay.transports.routes.route import Incoming
-from torchrelay.transports.wire.messages import (
-    NONCE_BYTES,
-    Abort,
-    Accept,
-    Confirmed,
-    Done,
-    Fetched,
-    Go,
-    Join,
-    Message,
-    Offer,
-    Refuse,
-    text,
-)
+from torchrelay.transports.wire import messages as m
 
 _REFUSALS: dict[type[RelayError], str] = {
     ManifestError: "manifest",
@@ -64,19 +49,14 @@ PARTING_SECONDS = 0.1
 REFUSED = (StateError, StepMismatchError, ManifestError, RouteError)
 
 
-def refusal(fault: RelayError) -> Refuse:
-    """The message to a sender whose state is refused."""
-    path = None if fault.path is None else text(fault.path)
-    return Refuse(_REFUSALS.get(type(fault), "mismatch"), text(fault.message), path)
-
-
-def last_message(fault: BaseException, *, torn: bool) -> Message:
+def last_message(fault: BaseException, *, torn: bool) -> m.Message:
     """The message to the sender when a receive fails. An object that rejects its state refuses it,
     like a destination that does not fit."""
     if isinstance(fault, REFUSED) and not torn:
-        return refusal(fault)
+        path = None if fault.path is None else m.text(fault.path)
+        return m.Refuse(_REFUSALS.get(type(fault), "mismatch"), m.text(fault.message), path)
     reason = fault.message if isinstance(fault, RelayError) else repr(fault)
-    return Abort(text(reason), late=isinstance(fault, TransferTimeoutError))
+    return m.Abort(m.text(reason), late=isinstance(fault, TransferTimeoutError))
 
 
 class Greeting:
@@ -85,7 +65,7 @@ class Greeting:
     def __init__(self, me: int, sender: int, route: str | None) -> None:
         # A route that crosses a wire reads no memory of another process.
         reads = route in (None, "memory", "cuda_ipc")
-        self.nonce = secrets.token_bytes(NONCE_BYTES) if reads else b""
+        self.nonce = secrets.token_bytes(m.NONCE_BYTES) if reads else b""
         self.place = place.here()
         self.fd = -1
         self._proof: place.Proof | None = None
@@ -95,72 +75,63 @@ class Greeting:
                 self._proof = place.Proof(claim)
                 self.fd = self._proof.process.fd
 
-    def join(self, step: int | None, *, parts: bool, committed: bytes) -> Join:
-        return Join(step, parts, self.place, self.nonce, self.fd, committed)
+    def join(self, step: int | None, *, parts: bool, committed: bytes) -> m.Join:
+        return m.Join(step, parts, self.place, self.nonce, self.fd, committed)
 
 
 class Receiving:
-    """One receive from one rank. `run` returns what landed."""
+    """One receive from one rank."""
 
     record: Record
     choice: Choice
 
     def __init__(
-        self,
-        node: Node,
-        group: Any,
-        sender: int,
-        me: int,
-        options: ReceiveOptions,
-        call: TransferCall,
-        resources: Resources,
-        workspace: Workspace,
+        self, member: Member, sender: int, options: ReceiveOptions, call: TransferCall
     ) -> None:
-        self._node, self._group, self._sender, self._me = node, group, sender, me
-        self._options, self._resources, self._workspace = options, resources, workspace
-        self.deadline, self.watch, self._progress = call.deadline, call.watch, call.progress
+        self._member, self._sender, self._options = member, sender, options
+        self._deadline, self._watch, self._progress = call.deadline, call.watch, call.progress
         self._landing: Landing | None = None
-        self.nbytes = 0  # of the state
 
-    def run(self) -> Landed:
-        greeting = Greeting(self._me, self._sender, self._options.route)
-        with self.watch("call"):
-            talk = Conversation(self._node, self._sender, self._me, self.deadline, self.watch)
+    def run(self) -> Loaded:
+        node, me = self._member.node, self._member.rank
+        greeting = Greeting(me, self._sender, self._options.route)
+        with self._watch("call"):
+            talk = Conversation(node, self._sender, me, self._deadline, self._watch)
         try:
-            return self._run(talk, greeting)
+            landed = self._run(talk, greeting)
         except BaseException as fault:
             torn = self._landing is not None and self._landing.torn
             talk.send(last_message(fault, torn=torn))
             if isinstance(fault, REFUSED) and fault.rank is None:
-                fault.rank, fault.phase = self._sender, self.watch.phase
+                fault.rank, fault.phase = self._sender, self._watch.phase
             if isinstance(fault, TornStateError):  # it names what is old and what is new
-                fault.rank, fault.step, fault.phase = self._sender, talk.step, self.watch.phase
+                fault.rank, fault.step, fault.phase = self._sender, talk.step, self._watch.phase
             elif torn and isinstance(fault, Exception):
                 raise TornStateError(
-                    TORN, rank=self._sender, step=talk.step, phase=self.watch.phase
+                    TORN, rank=self._sender, step=talk.step, phase=self._watch.phase
                 ) from fault
             raise
         finally:
             if hasattr(self, "choice"):
                 self.choice.fetch.close()
             talk.close()
+        return Loaded(landed.state, self.record.step, self._report(landed))
 
     def _run(self, talk: Conversation, greeting: Greeting) -> Landed:
         options = self._options
-        with self.watch("call"):
-            committed = self._node.committed(self._sender)
+        with self._watch("call"):
+            committed = self._member.node.committed(self._sender)
             talk.send(greeting.join(options.step, parts=False, committed=committed))
             # While the sender describes its state.
             into = _prepared(options.into)
-            offer = talk.expect(Offer)
-        with self.watch("join"):
+            offer = talk.expect(m.Offer)
+        with self._watch("join"):
             landing = self._fit(talk, offer, into)
             incoming = Incoming(
                 talk,
                 offer,
                 greeting.nonce,
-                self._group,
-                self._resources,
+                self._member,
                 options.connections,
                 self._progress,
                 landing.on_device,
@@ -168,17 +139,17 @@ class Receiving:
             )
             self.choice = self._choose(incoming)
             route, fetch = self.choice.route, self.choice.fetch
-            talk.send(Accept(route.name, fetch.answer, self.choice.instead))
-            go = Go(offer.go) if route.name == offer.likely else talk.expect(Go)
-        with self.watch("data"):
+            talk.send(m.Accept(route.name, fetch.answer, self.choice.instead))
+            go = m.Go(offer.go) if route.name == offer.likely else talk.expect(m.Go)
+        with self._watch("data"):
             fetch.run(go.data, landing, go.patience)
-            talk.send(Fetched())
+            talk.send(m.Fetched())
             landing.arrived()
-            talk.expect(Confirmed)
-        with self.watch("commit"):
+            talk.expect(m.Confirmed)
+        with self._watch("commit"):
             landed = uninterrupted(partial(self._commit, landing, offer.transfer))
-            talk.send(Done())
-        with self.watch("pass on"):
+            talk.send(m.Done())
+        with self._watch("pass on"):
             fetch.finish()
         return landed
 
@@ -196,10 +167,10 @@ class Receiving:
     def _commit(self, landing: Landing, transfer: bytes) -> Landed:
         landed = landing.commit()
         settle()
-        self._node.note_committed(self._sender, transfer)
+        self._member.node.note_committed(self._sender, transfer)
         return landed
 
-    def _fit(self, talk: Conversation, offer: Offer, into: object) -> Landing:
+    def _fit(self, talk: Conversation, offer: m.Offer, into: object) -> Landing:
         """Compare the offer with the destination; everything that can be refused is refused."""
         self.record = decode(offer.record, in_time=partial(_in_time, talk))
         talk.step = step = self.record.step
@@ -208,10 +179,25 @@ class Receiving:
             raise StepMismatchError(
                 f"step {step} is offered, step {wanted} was asked for", step=step
             )
-        landing = land(self.record, into, self._options.landing, self._workspace)
+        landing = land(self.record, into, self._options.landing, self._member.workspace)
         self._landing = landing
-        self.nbytes = landing.chunks.nbytes
         return landing
+
+    def _report(self, landed: Landed) -> Report:
+        assert self._landing is not None
+        route, fetch, instead = self.choice
+        nbytes = self._landing.chunks.nbytes
+        return Report(
+            step=self.record.step,
+            bytes=nbytes,
+            seconds=self._watch.seconds,
+            peers={self._sender: Outcome(route=route.name, bytes=nbytes)},
+            missing=tuple(landed.missing),
+            extra=tuple(landed.extra),
+            verified=fetch.verified,
+            instead=instead,
+            traffic=Traffic(fetch.wire_bytes, fetch.messages, fetch.connections),
+        )
 
 
 def _prepared(into: object) -> object:

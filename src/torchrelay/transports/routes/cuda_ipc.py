@@ -12,7 +12,6 @@ import msgspec
 import torch
 from msgspec import Meta
 
-from torchrelay.errors import RemoteProtocolError
 from torchrelay.geometry.runs import Moves, Runs, moves
 from torchrelay.landing.seam import Landing
 from torchrelay.memory.gpu import kernels
@@ -35,6 +34,7 @@ from torchrelay.transports.routes.memory import (
     Reachable,
     reach,
 )
+from torchrelay.transports.routes.outgoing import Outgoing
 from torchrelay.transports.wire import messages as m
 
 _NONE = "no contiguous tensor of the state is on a GPU"
@@ -60,9 +60,9 @@ class DeviceTable(msgspec.Struct, array_like=True, frozen=True):
 class CudaService(MemoryService):
     """Exports device memory. The sender's devices hash it while the receiver copies it."""
 
-    _exported: tuple[r.Outgoing, Exported] | None = None
+    _exported: tuple[Outgoing, Exported] | None = None
 
-    def offer(self, outgoing: r.Outgoing) -> bytes | r.Unavailable:
+    def offer(self, outgoing: Outgoing) -> bytes | r.Unavailable:
         here, receiver = MemoryFacts(place.here()), self._receiver
         if place.apart(here.place, receiver.join.place) or not receiver.join.nonce:
             return m.write(DeviceFacts(here))
@@ -70,7 +70,7 @@ class CudaService(MemoryService):
             return m.write(DeviceFacts(here, no_exports=_NONE))
         # A handle opens memory without asking the kernel whose process does: so this side asks.
         process = place.Process(receiver.join.place.pid, receiver.join.fd, 0)
-        claim = place.claim(receiver.join.nonce, receiver.rank, receiver.me, bytes(16))
+        claim = place.claim(receiver.join.nonce, receiver.rank, receiver.member.rank, bytes(16))
         if place.cannot_open(process, claim):
             why = "the sender cannot make sure that this process is of its user"
             return m.write(DeviceFacts(here, no_exports=why))
@@ -82,20 +82,20 @@ class CudaService(MemoryService):
         self.is_likely = bool(receiver.join.place.devices)
         return m.write(facts)
 
-    def begin(self, outgoing: r.Outgoing, accept: m.Accept, hop: r.Hop) -> bytes:
+    def begin(self, outgoing: Outgoing, accept: m.Accept, hop: r.Hop) -> bytes:
         self._outgoing = outgoing
         known = self._exported
         try:
             exported = known[1] if known and known[0] is outgoing else _export(outgoing)
         except IpcError as fault:
             raise r.RouteFault(str(fault)) from fault
-        strays = m.to_ranges(list(outgoing.layout.strays))
+        strays = m.to_ranges(list(outgoing.strays))
         table = self.table(outgoing)
         return m.write(DeviceTable(table, exported.device, exported.exports, strays))
 
 
-def _export(outgoing: r.Outgoing) -> Exported:
-    device = outgoing.layout.device
+def _export(outgoing: Outgoing) -> Exported:
+    device = outgoing.device
     if not len(device.starts):
         raise IpcError(_NONE)
     return outgoing.resources.of(Exports).of(device)
@@ -113,15 +113,15 @@ class CudaFetch(MemoryFetch):
 
     def run(self, go: bytes, landing: Landing, patience: float) -> None:
         table = m.read_as(DeviceTable, go)
-        openings = self._incoming.resources.of(Openings)
+        openings = self._incoming.member.resources.of(Openings)
         exported = Exported(table.exports, table.device)
         try:
             opening = openings.borrowed(self._talk.sender, exported, landing.chunks.stream_bytes)
             self._opened = self._open.enter_context(opening)
         except IpcError as fault:
-            raise RemoteProtocolError(str(fault), rank=self._talk.sender, phase="data") from fault
+            raise self._wrong(str(fault)) from fault
         stretches = Runs.merged(*(runs.stretches for runs in self._opened.values()))
-        self._on_gpu = r.on_gpu(self._incoming, landing)
+        self._on_gpu = self._incoming.on_gpu(landing)
         hashed = frozenset(self._on_gpu) if self._digests else None
         self._plan(table.memory, landing, stretches, table.strays, hashed)
         super(MemoryFetch, self).run(go, landing, patience)
@@ -159,13 +159,13 @@ class CudaFetch(MemoryFetch):
     def _copied_and_hashed(self, both: Moves, chunks: list[int], device: int) -> bool:
         """Copy within a device and hash on the way, if that is faster than one after the other."""
         if not kernels.in_words(both):
-            kernels.copy(both, device, self._incoming.resources.of(kernels.Tables))
+            kernels.copy(both, device, self._incoming.member.resources.of(kernels.Tables))
             return False
         offsets, sizes = self._chunks.offsets, self._chunks.sizes
         starts, lengths = [offsets[i] for i in chunks], [sizes[i] for i in chunks]
         sources = Runs(both.positions, both.sources, both.nbytes)
         to = Runs(both.positions, both.destinations, both.nbytes)
-        tables = self._incoming.resources.of(kernels.Tables)
+        tables = self._incoming.member.resources.of(kernels.Tables)
         made = kernels.digests_of(sources, starts, lengths, device, to, tables)
         self._mine.update(zip(chunks, made, strict=True))
         return True

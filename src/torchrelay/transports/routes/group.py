@@ -24,22 +24,11 @@ from torchrelay.memory.gpu.kernels import digest_of
 from torchrelay.memory.gpu.side import on_side_stream
 from torchrelay.state.tensors import device_backends
 from torchrelay.transports.c10d import inside_backend, wait_for
+from torchrelay.transports.routes import route as r
+from torchrelay.transports.routes.outgoing import Outgoing
 from torchrelay.transports.routes.reading import ReadDone, ReadingFetch
-from torchrelay.transports.routes.route import (
-    RETRIES,
-    Hop,
-    Incoming,
-    Outgoing,
-    Receiver,
-    Route,
-    RouteFault,
-    RouteService,
-    ServiceFailed,
-    Unavailable,
-)
 from torchrelay.transports.streams.chunk_sender import ChunkSent
-from torchrelay.transports.wire import messages
-from torchrelay.transports.wire.messages import Accept, Name, Need, read_as
+from torchrelay.transports.wire import messages as m
 
 TAG = (1 << 30) + 8  # for backends that have tags
 PARTING_SECONDS = 0.1  # for a thread whose last operation is over
@@ -49,7 +38,7 @@ GIVEN_UP = "a transfer through the backend was given up, and what it posted cann
 class GroupFacts(msgspec.Struct, array_like=True, frozen=True):
     """The kind of device whose memory carries chunks."""
 
-    device: Name
+    device: m.Name
 
 
 def carriers(group: Any) -> list[str]:
@@ -86,29 +75,28 @@ def _use_of(group: Any) -> _Use:
         return _uses[group]
 
 
-class GroupService(RouteService):
+class GroupService(r.RouteService):
     """Sends chunks in order, and again those that the receiver asks for."""
 
-    def __init__(self, receiver: Receiver) -> None:
+    def __init__(self, receiver: r.Receiver) -> None:
         self._receiver = receiver
         self._outgoing: Outgoing | None = None
         self._device = "cpu"
         self._over = False
         self._asked = 0
         self._sending: list[threads.Running] = []
-        self.wire_bytes = self.messages = 0
 
-    def offer(self, outgoing: Outgoing) -> bytes | Unavailable:
-        kinds, use = outgoing.snapshot.devices, _use_of(self._receiver.group)
+    def offer(self, outgoing: Outgoing) -> bytes | r.Unavailable:
+        kinds, use = outgoing.snapshot.devices, _use_of(self._receiver.member.group)
         found = [kind for kind in use.carriers if kind in kinds]
         if not found:
-            return Unavailable("no backend of the group moves the memory that the state is in")
+            return r.Unavailable("no backend of the group moves the memory that the state is in")
         if why := use.why_not():
-            return Unavailable(why)
+            return r.Unavailable(why)
         self._device = found[0]
-        return messages.write(GroupFacts(found[0]))
+        return m.write(GroupFacts(found[0]))
 
-    def begin(self, outgoing: Outgoing, accept: Accept, hop: Hop) -> bytes:
+    def begin(self, outgoing: Outgoing, accept: m.Accept, hop: r.Hop) -> bytes:
         self._outgoing = outgoing
         self.need(range(len(outgoing.snapshot.chunks)), restart=False)
         return b""
@@ -117,14 +105,14 @@ class GroupService(RouteService):
         assert self._outgoing is not None
         count = len(self._outgoing.snapshot.chunks)
         self._asked += len(chunks)
-        if max(chunks, default=0) >= count or self._asked > (RETRIES + 2) * count:
-            raise RouteFault("asked for chunks that do not exist, or again and again")
+        if max(chunks, default=0) >= count or self._asked > (r.RETRIES + 2) * count:
+            raise r.RouteFault("asked for chunks that do not exist, or again and again")
         job = partial(self._send, self._outgoing, list(chunks))
         self._sending.append(threads.run(job, "worker"))
 
     def _send(self, outgoing: Outgoing, chunks: list[int]) -> None:
         receiver, snapshot = self._receiver, outgoing.snapshot
-        use = _use_of(receiver.group)
+        use = _use_of(receiver.member.group)
         try:
             with use.alone:
                 for index in chunks:
@@ -138,28 +126,28 @@ class GroupService(RouteService):
                         with on_side_stream():
                             snapshot.read(index, data, vectors.copy)
                     with inside_backend():
-                        wait_for(receiver.group.send([data], receiver.rank, TAG), data)
+                        wait_for(receiver.member.group.send([data], receiver.rank, TAG), data)
                     self.wire_bytes += data.numel()
                     self.messages += 1
                     receiver.report(ChunkSent(index))
         except Exception as fault:  # whatever the backend raises: the pair is broken
             use.given_up = True
-            receiver.report(ServiceFailed(receiver.rank, f"the backend cannot send: {fault}"))
+            receiver.report(r.ServiceFailed(receiver.rank, f"the backend cannot send: {fault}"))
 
     def close(self) -> None:
         self._over = True
         if self._sending:
-            _use_of(self._receiver.group).left += self._sending
+            _use_of(self._receiver.member.group).left += self._sending
         self._sending = []
 
 
 class GroupFetch(ReadingFetch):
     """Takes chunks in the order in which they are sent, and compares their digests."""
 
-    def __init__(self, incoming: Incoming, device: str) -> None:
+    def __init__(self, incoming: r.Incoming, device: str) -> None:
         super().__init__(incoming, verify=incoming.offer.verify)
         self._device = device
-        self._use = _use_of(incoming.group)
+        self._use = _use_of(incoming.member.group)
         self._landing_lock = threading.Lock()
         self._over = False
         self._receiving: list[threads.Running] = []
@@ -172,7 +160,7 @@ class GroupFetch(ReadingFetch):
         self._receive(list(range(len(self._chunks))))
 
     def _read_again(self, chunks: list[int]) -> None:
-        self._talk.send(Need(tuple(chunks)))
+        self._talk.send(m.Need(tuple(chunks)))
         self._receive(chunks)
 
     def _receive(self, chunks: list[int]) -> None:
@@ -181,7 +169,7 @@ class GroupFetch(ReadingFetch):
         self._receiving.append(threads.run(partial(self._receive_all, chunks), "worker"))
 
     def _receive_all(self, chunks: list[int]) -> None:
-        group, sender = self._incoming.group, self._talk.sender
+        group, sender = self._incoming.member.group, self._talk.sender
         try:
             for index in chunks:
                 size = self._chunks.sizes[index]
@@ -199,7 +187,7 @@ class GroupFetch(ReadingFetch):
                 self._talk.inbox.put(ReadDone(size))
         except Exception as fault:
             self._use.given_up = True
-            self._talk.inbox.put(ReadDone(fault=self._talk.lost(str(fault))))
+            self._talk.inbox.put(self._talk.lost(str(fault)))
 
     def close(self) -> None:
         with self._landing_lock:
@@ -209,14 +197,14 @@ class GroupFetch(ReadingFetch):
         super().close()
 
 
-def _fetch(facts: bytes, incoming: Incoming) -> GroupFetch | Unavailable:
-    device = read_as(GroupFacts, facts).device
-    use = _use_of(incoming.group)
+def _fetch(facts: bytes, incoming: r.Incoming) -> GroupFetch | r.Unavailable:
+    device = m.read_as(GroupFacts, facts).device
+    use = _use_of(incoming.member.group)
     if device not in use.carriers:
-        return Unavailable(f"no backend of the group moves memory of {device} here")
+        return r.Unavailable(f"no backend of the group moves memory of {device} here")
     if why := use.why_not():
-        return Unavailable(why)
+        return r.Unavailable(why)
     return GroupFetch(incoming, device)
 
 
-ROUTE = Route("group", GroupService, _fetch)
+ROUTE = r.Route("group", GroupService, _fetch)

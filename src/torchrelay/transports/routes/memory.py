@@ -16,7 +16,7 @@ import msgspec
 import numpy as np
 from msgspec import Meta
 
-from torchrelay.errors import PeerLostError, RemoteProtocolError
+from torchrelay.errors import PeerLostError
 from torchrelay.geometry.runs import Moves, Runs, moves
 from torchrelay.landing.places import Places
 from torchrelay.landing.seam import Landing
@@ -24,6 +24,7 @@ from torchrelay.memory.gpu.side import in_use
 from torchrelay.memory.vectors import Batch, OtherMemoryError, batches, copy, read
 from torchrelay.record.digest import RollingDigest
 from torchrelay.record.pause import gc_paused
+from torchrelay.transports.routes import route as r
 from torchrelay.transports.routes.host import place
 from torchrelay.transports.routes.host.chunk_paths import ChunkPaths, SenderMemory, choose_paths
 from torchrelay.transports.routes.host.place import Process
@@ -36,30 +37,9 @@ from torchrelay.transports.routes.host.ring import (
     RingFiller,
     SharedRings,
 )
+from torchrelay.transports.routes.outgoing import Outgoing
 from torchrelay.transports.routes.reading import ReadDone, ReadingFetch
-from torchrelay.transports.routes.route import (
-    Hop,
-    Incoming,
-    Outgoing,
-    Receiver,
-    Route,
-    RouteFault,
-    RouteService,
-    Unavailable,
-)
-from torchrelay.transports.wire import messages
-from torchrelay.transports.wire.messages import (
-    Accept,
-    Blob,
-    ChunkRanges,
-    Descriptor,
-    Place,
-    RouteNote,
-    from_ranges,
-    read_as,
-    read_by,
-    to_ranges,
-)
+from torchrelay.transports.wire import messages as m
 
 IN_CACHE = 1 << 20  # bytes that are read and then hashed
 _ZEROS = np.zeros(64 << 10, np.uint8)
@@ -74,9 +54,9 @@ class MemoryFacts(msgspec.Struct, array_like=True, frozen=True):
     that finds it there reads the process of the rank that it talks to.
     """
 
-    place: Place
+    place: m.Place
     beacon: Annotated[int, Meta(ge=0, le=(1 << 63) - 1)] = 0
-    fd: Descriptor = -1
+    fd: m.Descriptor = -1
     verify: bool = False  # digests are compared
 
     @property
@@ -87,29 +67,28 @@ class MemoryFacts(msgspec.Struct, array_like=True, frozen=True):
 class MemoryTable(msgspec.Struct, array_like=True, frozen=True):
     """Where the bytes of a state lie in the sender's memory."""
 
-    host: Blob = b""  # `geometry.runs.Runs.pack`
-    apart: ChunkRanges = ()  # chunks that have bytes elsewhere: on a device, or strided
+    host: m.Blob = b""  # `geometry.runs.Runs.pack`
+    apart: m.ChunkRanges = ()  # chunks that have bytes elsewhere: on a device, or strided
 
 
-class MemoryService(RouteService):
+class MemoryService(r.RouteService):
     """Says where the bytes lie, and keeps them there."""
 
-    def __init__(self, receiver: Receiver) -> None:
+    def __init__(self, receiver: r.Receiver) -> None:
         self._receiver = receiver
         self._proof: place.Proof | None = None
         self._outgoing: Outgoing | None = None
         self._ring: RingFiller | None = None
-        self.wire_bytes = self.messages = 0
 
-    def offer(self, outgoing: Outgoing) -> bytes | Unavailable:
-        return messages.write(self.facts(outgoing))
+    def offer(self, outgoing: Outgoing) -> bytes | r.Unavailable:
+        return m.write(self.facts(outgoing))
 
     def facts(self, outgoing: Outgoing) -> MemoryFacts:
-        here, receiver = place.here(), self._receiver
+        here, to = place.here(), self._receiver
         elsewhere = MemoryFacts(here)
-        if place.apart(here, receiver.join.place) or not receiver.join.nonce:
+        if place.apart(here, to.join.place) or not to.join.nonce:
             return elsewhere
-        claim = place.claim(receiver.join.nonce, receiver.me, receiver.rank, receiver.transfer)
+        claim = place.claim(to.join.nonce, to.member.rank, to.rank, to.transfer)
         try:
             self._proof = place.Proof(claim)
         except OSError:
@@ -118,37 +97,33 @@ class MemoryService(RouteService):
         self.is_likely = True
         return MemoryFacts(here, process.beacon, process.fd, outgoing.verify is True)
 
-    def begin(self, outgoing: Outgoing, accept: Accept, hop: Hop) -> bytes:
+    def begin(self, outgoing: Outgoing, accept: m.Accept, hop: r.Hop) -> bytes:
         self._outgoing = outgoing
-        return messages.write(self.table(outgoing))
+        return m.write(self.table(outgoing))
 
     def table(self, outgoing: Outgoing) -> MemoryTable:
-        layout = outgoing.layout
-        return MemoryTable(layout.host, to_ranges(list(layout.apart)))
+        return MemoryTable(outgoing.host, m.to_ranges(list(outgoing.apart)))
 
     def hear(self, data: bytes) -> None:
         if self._outgoing is None:
-            raise RouteFault("said something before the data began")
-        said = read_by(_to_sender, data)
+            raise r.RouteFault("said something before the data began")
+        said = m.read_by(_to_sender, data)
         if isinstance(said, Fill):
             if self._ring is None:
-                raise RouteFault("asked for a chunk in a ring that it does not have")
+                raise r.RouteFault("asked for a chunk in a ring that it does not have")
             self._ring.fill(said)
             return
         if self._ring is not None:
-            raise RouteFault("asked for a second ring")
+            raise r.RouteFault("asked for a second ring")
         try:
-            rings = self._outgoing.resources.of(SharedRings)
-            self._ring = RingFiller(self._outgoing.snapshot, rings, self._filled)
+            rings, report = self._outgoing.resources.of(SharedRings), self._receiver.report
+            self._ring = RingFiller(self._outgoing.snapshot, rings, self._say, report)
         except MemoryError as fault:
-            raise RouteFault(f"no memory for a ring: {fault}") from fault
-        self._receiver.say(RouteNote(messages.write(self._ring.record)))
+            raise r.RouteFault(f"no memory for a ring: {fault}") from fault
+        self._say(self._ring.record)
 
-    def _filled(self, fill: Fill, fault: Exception | None) -> None:
-        if fault is None:
-            self._receiver.say(RouteNote(messages.write(fill)))
-        else:
-            self._receiver.report(fault)  # the state cannot be read
+    def _say(self, record: Ring | Fill) -> None:
+        self._receiver.send(m.RouteNote(m.write(record)))
 
     def close(self) -> None:
         ring, self._ring = self._ring, None
@@ -166,13 +141,13 @@ class Reachable(NamedTuple):
     reads: bool  # its memory can be read where it lies
 
 
-def reach(facts: MemoryFacts, incoming: Incoming) -> Reachable | Unavailable:
+def reach(facts: MemoryFacts, incoming: r.Incoming) -> Reachable | r.Unavailable:
     """Find out whether the sender's process is on this machine, and can be read."""
     talk = incoming.conversation
     claim = place.claim(incoming.nonce, talk.sender, talk.me, incoming.offer.transfer)
     why = place.apart(place.here(), facts.place) or place.cannot_open(facts.process, claim)
     if why:
-        return Unavailable(why)
+        return r.Unavailable(why)
     return Reachable(facts, not place.cannot_read(facts.process, claim))
 
 
@@ -193,16 +168,16 @@ class MemoryFetch(ReadingFetch):
     _places: Places
     _paths: ChunkPaths
 
-    def __init__(self, incoming: Incoming, reachable: Reachable) -> None:
+    def __init__(self, incoming: r.Incoming, reachable: Reachable) -> None:
         super().__init__(incoming, verify=reachable.facts.verify)
         self._facts, self._reads = reachable
+        self._rings = incoming.member.resources.of(MappedRings)
         self._ring: MappedRing | None = None
         self._unfilled: list[int] = []  # chunks to ask for
         self._asked: dict[int, int] = {}  # by slot, the chunk that it was asked for
-        self._rings = incoming.resources.of(MappedRings)
 
     def run(self, go: bytes, landing: Landing, patience: float) -> None:
-        self._plan(read_as(MemoryTable, go), landing)
+        self._plan(m.read_as(MemoryTable, go), landing)
         super().run(go, landing, patience)
 
     def _plan(
@@ -210,7 +185,7 @@ class MemoryFetch(ReadingFetch):
         table: MemoryTable,
         landing: Landing,
         exported: Runs | None = None,
-        strays: ChunkRanges = (),
+        strays: m.ChunkRanges = (),
         hashed: frozenset[int] | None = None,
     ) -> None:
         """Find the path of each chunk. `exported`: bytes in device memory that is open here;
@@ -221,8 +196,8 @@ class MemoryFetch(ReadingFetch):
         try:
             self._sources = Runs.unpack(table.host, chunks.stream_bytes)
         except ValueError as fault:
-            raise RemoteProtocolError(str(fault), rank=self._talk.sender, phase="data") from None
-        apart, beyond = (tuple(from_ranges(some, count)) for some in (table.apart, strays))
+            raise self._wrong(str(fault)) from None
+        apart, beyond = (tuple(m.from_ranges(some, count)) for some in (table.apart, strays))
         theirs = SenderMemory(self._sources, apart, self._reads, exported, beyond, hashed)
         self._paths = choose_paths(chunks, self._places, theirs, verify=self._verify)
 
@@ -237,7 +212,12 @@ class MemoryFetch(ReadingFetch):
     def _compared(self) -> list[int]:
         if not self._verify:
             return []
-        return [*self._straight_and_hashed, *self._paths.buffered, *self._paths.ringed]
+        return [*self._by_host, *self._paths.buffered, *self._paths.ringed]
+
+    @property
+    def _by_host(self) -> list[int]:
+        """The chunks that are read straight from host memory."""
+        return [chunk for chunk in self._paths.straight if chunk not in self._paths.opened]
 
     def _begin(self) -> None:
         paths, places = self._paths, self._places
@@ -245,25 +225,22 @@ class MemoryFetch(ReadingFetch):
             self.landing.torn = True
         if self._verify or paths.buffered or paths.ringed:
             places.host  # noqa: B018  # made here, not by the threads that write to it
-        self._read_straight()
-        self._read_buffered(paths.buffered)
+        if self._verify:
+            _clear(self._of(places.host, self._by_host).without(self._sources))
+            self._read_chunks(self._by_host, paths.buffered)
+        else:
+            self._read_straight()
+            self._read_chunks([], paths.buffered)
         if paths.ringed:
-            self._unfilled = list(paths.ringed)
-            self._outstanding += len(self._unfilled)
-            self._talk.send(RouteNote(messages.write(NeedsRing())))
-
-    @property
-    def _straight_and_hashed(self) -> list[int]:
-        return [chunk for chunk in self._paths.straight if chunk not in self._paths.opened]
+            self._fill_with(paths.ringed)
+            self._talk.send(m.RouteNote(m.write(NeedsRing())))
 
     def _read_again(self, chunks: list[int]) -> None:
-        paths = self._paths
-        self._unfilled = [chunk for chunk in chunks if chunk in paths.ringed]
-        self._outstanding += len(self._unfilled)
-        self._ask_for_more()
-        self._read_buffered([chunk for chunk in chunks if chunk in paths.buffered])
-        for chunk in set(chunks) & set(self._straight_and_hashed):
-            self._submit(partial(self._read_and_hash, chunk))
+        again, paths = set(chunks), self._paths
+        self._read_chunks(again.intersection(self._by_host), again.intersection(paths.buffered))
+        self._fill_with([chunk for chunk in paths.ringed if chunk in again])
+        if self._ring is not None:
+            self._ask(range(self._ring.record.slots))
 
     def _lost(self, fault: Exception) -> Exception:
         if not isinstance(fault, OtherMemoryError):
@@ -279,14 +256,7 @@ class MemoryFetch(ReadingFetch):
     # Straight from the sender's memory
 
     def _read_straight(self) -> None:
-        sources, straight = self._sources, self._paths.straight
-        if self._verify:
-            straight = self._straight_and_hashed
-            _clear(self._of(self._places.host, straight).without(sources))
-            for chunk in straight:
-                self._submit(partial(self._read_and_hash, chunk))
-            return
-        sources = self._of(sources, straight)
+        sources, straight = self._of(self._sources, self._paths.straight), self._paths.straight
         with gc_paused():  # memory may be made as it goes
             for part in self._places.parts():
                 found = moves(sources.facing(part), part)
@@ -295,19 +265,21 @@ class MemoryFetch(ReadingFetch):
                     self._submit(partial(self._read_batch, batch))
 
     def _of(self, runs: Runs, chunks: list[int]) -> Runs:
-        """What runs have of these chunks."""
+        """The parts of runs that belong to these chunks."""
         if len(chunks) == len(self._chunks):
             return runs
         offsets, sizes = self._chunks.offsets, self._chunks.sizes
         return runs.only([offsets[i] for i in chunks], [sizes[i] for i in chunks])
 
-    def _read_buffered(self, chunks: Iterable[int]) -> None:
-        for chunk in chunks:
-            self._submit(partial(self._read_chunk, chunk))
-
     def _read_batch(self, batch: Batch) -> ReadDone:
         read(self._facts.place.pid, batch)
         return ReadDone(batch.nbytes)
+
+    def _read_chunks(self, straight: Iterable[int], buffered: Iterable[int]) -> None:
+        for chunk in straight:
+            self._submit(partial(self._read_and_hash, chunk))
+        for chunk in buffered:
+            self._submit(partial(self._read_chunk, chunk))
 
     def _read_and_hash(self, chunk: int) -> ReadDone:
         """Some at a time: each piece is hashed where it has come to lie while it is in cache."""
@@ -340,60 +312,49 @@ class MemoryFetch(ReadingFetch):
 
     # Through the ring
 
+    def _fill_with(self, chunks: list[int]) -> None:
+        self._unfilled = list(chunks)
+        self._outstanding += len(chunks)
+
+    def _ask(self, slots: Iterable[int]) -> None:
+        """Ask for a chunk in each of these slots, which are free."""
+        for slot in slots:
+            if self._unfilled:
+                chunk = self._asked[slot] = self._unfilled.pop(0)
+                self._talk.send(m.RouteNote(m.write(Fill(chunk, slot))))
+
     def _hear(self, data: bytes) -> None:
-        filled = read_by(_to_receiver, data)
+        filled = m.read_by(_to_receiver, data)
         if isinstance(filled, Ring):
             self._map_ring(filled)
-            self._ask_for_more()
-            return
-        if self._asked.pop(filled.slot, None) != filled.chunk:
-            raise RemoteProtocolError(
-                f"slot {filled.slot} with chunk {filled.chunk}, which was not asked for",
-                rank=self._talk.sender,
-                phase="data",
-            )
-        self._submit(partial(self._take_slot, filled), counted=True)
+            self._ask(range(filled.slots))
+        elif self._asked.pop(filled.slot, None) != filled.chunk:
+            text = f"slot {filled.slot} with chunk {filled.chunk}, which was not asked for"
+            raise self._wrong(text)
+        else:
+            self._submit(partial(self._take_slot, filled), counted=True)
 
     def _map_ring(self, record: Ring) -> None:
         if self._ring is not None or record.slot_bytes < max(self._chunks.sizes, default=0):
-            raise RemoteProtocolError(
-                "a second ring, or one that does not hold a chunk",
-                rank=self._talk.sender,
-                phase="data",
-            )
-        process = self._facts.process
+            raise self._wrong("a second ring, or one that does not hold a chunk")
+        sender, process = self._talk.sender, self._facts.process
         try:
-            self._ring = self._rings.take(self._talk.sender, process, record, pinned=in_use())
+            self._ring = self._rings.take(sender, process, record, pinned=in_use())
         except OSError as fault:
             raise PeerLostError(
-                f"the sender's buffers cannot be mapped: {fault}", rank=self._talk.sender
+                f"the sender's buffers cannot be mapped: {fault}", rank=sender
             ) from fault
-
-    def _ask_for_more(self) -> None:
-        if self._ring is not None:
-            for slot in range(self._ring.record.slots):
-                if slot not in self._asked:
-                    self._ask(slot)
-
-    def _ask(self, slot: int) -> None:
-        if self._unfilled:
-            chunk = self._asked[slot] = self._unfilled.pop(0)
-            self._talk.send(RouteNote(messages.write(Fill(chunk, slot))))
 
     def _take_slot(self, filled: Fill) -> ReadDone:
         assert self._ring is not None
         size = self._chunks.sizes[filled.chunk]
-        self._land(filled.chunk, self._ring.slot(filled.slot, size))
-        return ReadDone(size, slot=filled.slot)
-
-    def _did(self, event: ReadDone) -> None:
-        if event.slot is not None:
-            self._ask(event.slot)
+        self._land(filled.chunk, self._ring.record.slot(self._ring.tensor, filled.slot, size))
+        return ReadDone(size, then=partial(self._ask, [filled.slot]))
 
 
-def _fetch(facts: bytes, incoming: Incoming) -> MemoryFetch | Unavailable:
-    found = reach(read_as(MemoryFacts, facts), incoming)
-    return found if isinstance(found, Unavailable) else MemoryFetch(incoming, found)
+def _fetch(facts: bytes, incoming: r.Incoming) -> MemoryFetch | r.Unavailable:
+    found = reach(m.read_as(MemoryFacts, facts), incoming)
+    return found if isinstance(found, r.Unavailable) else MemoryFetch(incoming, found)
 
 
-ROUTE = Route("memory", MemoryService, _fetch, reads=True, compared_by_request=True)
+ROUTE = r.Route("memory", MemoryService, _fetch, reads=True, compared_by_request=True)

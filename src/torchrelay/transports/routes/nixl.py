@@ -24,25 +24,15 @@ import msgspec
 import numpy as np
 import torch
 
-from torchrelay.errors import RemoteProtocolError
 from torchrelay.geometry.runs import Moves, Runs, moves
 from torchrelay.landing.seam import Landing
 from torchrelay.memory import threads, vectors
 from torchrelay.memory.gpu.side import on_side_stream
 from torchrelay.memory.host import host_block
+from torchrelay.transports.routes import route as r
+from torchrelay.transports.routes.outgoing import Outgoing
 from torchrelay.transports.routes.reading import ReadDone, ReadingFetch
-from torchrelay.transports.routes.route import (
-    Hop,
-    Incoming,
-    Outgoing,
-    Receiver,
-    Route,
-    RouteFault,
-    RouteService,
-    Unavailable,
-)
-from torchrelay.transports.wire import messages
-from torchrelay.transports.wire.messages import Accept, Blob, read_as
+from torchrelay.transports.wire import messages as m
 
 BACKEND = "UCX"
 PROGRESS_SECONDS = 0.001
@@ -122,18 +112,18 @@ class Agent:
             self._abandoned[id(handle)] = (handle, *memory)
 
 
-_agents: dict[int, Agent | Unavailable] = {}  # by process: one that was forked has its own
+_agents: dict[int, Agent | r.Unavailable] = {}  # by process: one that was forked has its own
 _agents_lock = threading.Lock()
 
 
-def agent_here() -> Agent | Unavailable:
+def agent_here() -> Agent | r.Unavailable:
     """The agent of this process. To start one takes a good part of a second, so it stays."""
     with _agents_lock:
         if os.getpid() not in _agents:
             try:
                 _agents[os.getpid()] = Agent()
             except Exception as fault:  # of a library that has its own
-                _agents[os.getpid()] = Unavailable(str(fault))
+                _agents[os.getpid()] = r.Unavailable(str(fault))
         return _agents[os.getpid()]
 
 
@@ -148,37 +138,37 @@ def _rows(memory: Runs) -> np.ndarray[Any, Any]:
 class NixlTable(msgspec.Struct, array_like=True, frozen=True):
     """How to reach the sender's memory, and where in it the bytes are."""
 
-    agent: Blob = b""  # NIXL's description of the sender's agent; empty for an empty state
-    memory: Blob = b""  # `geometry.runs.Runs.pack`
+    agent: m.Blob = b""  # NIXL's description of the sender's agent; empty for an empty state
+    memory: m.Blob = b""  # `geometry.runs.Runs.pack`
 
 
-class NixlService(RouteService):
+class NixlService(r.RouteService):
     """Registers the memory of a state, and says where it is."""
 
-    def __init__(self, receiver: Receiver) -> None:
+    def __init__(self, receiver: r.Receiver) -> None:
         self._registered: tuple[Agent, Any] | None = None
         self._staged: torch.Tensor | None = None
         self._closed = threading.Event()
         self._progress: threads.Running | None = None
 
-    def offer(self, outgoing: Outgoing) -> bytes | Unavailable:
+    def offer(self, outgoing: Outgoing) -> bytes | r.Unavailable:
         agent = agent_here()
-        return agent if isinstance(agent, Unavailable) else b""
+        return agent if isinstance(agent, r.Unavailable) else b""
 
-    def begin(self, outgoing: Outgoing, accept: Accept, hop: Hop) -> bytes:
+    def begin(self, outgoing: Outgoing, accept: m.Accept, hop: r.Hop) -> bytes:
         agent, memory = agent_here(), self._memory(outgoing)
-        if isinstance(agent, Unavailable):
-            raise RouteFault(agent.because)
+        if isinstance(agent, r.Unavailable):
+            raise r.RouteFault(agent.because)
         if not len(memory.starts):
-            return messages.write(NixlTable())
+            return m.write(NixlTable())
         try:
             registered = agent.register(_rows(memory))
             self._registered = agent, registered
             self._progress = threads.run(partial(self._make_progress, agent), "worker")
             told = agent.call("get_partial_agent_metadata", registered, True, [BACKEND])
         except NixlError as fault:
-            raise RouteFault(str(fault)) from fault
-        return messages.write(NixlTable(told, memory.pack()))
+            raise r.RouteFault(str(fault)) from fault
+        return m.write(NixlTable(told, memory.pack()))
 
     def _make_progress(self, agent: Agent) -> None:
         """Have NIXL answer receivers, where the link does not do so alone."""
@@ -188,8 +178,8 @@ class NixlService(RouteService):
 
     def _memory(self, outgoing: Outgoing) -> Runs:
         """Where the bytes of each chunk are: in tensors, or in the staged block."""
-        snapshot, layout = outgoing.snapshot, outgoing.layout
-        chunks, apart = snapshot.chunks, set(layout.apart)
+        snapshot, apart = outgoing.snapshot, set(outgoing.apart)
+        chunks = snapshot.chunks
         inside = [index for index in range(len(chunks)) if index not in apart]
         found = snapshot.stream.host.only(
             [chunks.offsets[index] for index in inside], [chunks.sizes[index] for index in inside]
@@ -222,26 +212,23 @@ class NixlFetch(ReadingFetch):
 
     _sources: Runs
 
-    def __init__(self, incoming: Incoming, agent: Agent) -> None:
+    def __init__(self, incoming: r.Incoming, agent: Agent) -> None:
         super().__init__(incoming, verify=incoming.offer.verify)
         self._agent, self._peer = agent, ""
         self._stopped = False
         self._idle: list[tuple[torch.Tensor, Any]] = []  # buffers that are registered
 
     def run(self, go: bytes, landing: Landing, patience: float) -> None:
-        table = read_as(NixlTable, go)
+        table = m.read_as(NixlTable, go)
         landing.places().host  # noqa: B018  # made here, not by the threads that write to it
         try:
             self._sources = Runs.unpack(table.memory, landing.chunks.stream_bytes)
             self._peer = self._agent.meet(table.agent) if len(self._sources.starts) else ""
         except ValueError as fault:
-            raise RemoteProtocolError(str(fault), rank=self._talk.sender, phase="data") from None
+            raise self._wrong(str(fault)) from None
         except NixlError as fault:
             raise self._lost(fault) from fault
         super().run(go, landing, patience)
-
-    def _begin(self) -> None:
-        self._read_again(list(range(len(self._chunks))))
 
     def _read_again(self, chunks: list[int]) -> None:
         for chunk in chunks:
@@ -252,7 +239,9 @@ class NixlFetch(ReadingFetch):
         try:
             buffer, registered = self._idle.pop()
         except IndexError:
-            buffer, registered = self._make_buffer()
+            buffer = host_block(max(self._chunks.sizes))
+            whole = Runs([0], [buffer.data_ptr()], [buffer.numel()])
+            registered = self._agent.register(_rows(whole))
         data = buffer[:size]
         found = moves(self._sources, Runs([begin], [data.data_ptr()], [size]))
         if int(found.nbytes.sum()) < size:
@@ -262,11 +251,6 @@ class NixlFetch(ReadingFetch):
         self._land(chunk, data)
         self._idle.append((buffer, registered))
         return ReadDone(size)
-
-    def _make_buffer(self) -> tuple[torch.Tensor, Any]:
-        buffer = host_block(max(self._chunks.sizes))
-        whole = Runs([0], [buffer.data_ptr()], [buffer.numel()])
-        return buffer, self._agent.register(_rows(whole))
 
     def _read(self, found: Moves, *memory: object) -> None:
         """Returns when it is over. The memory of a read that fails is left to the agent."""
@@ -296,9 +280,7 @@ class NixlFetch(ReadingFetch):
             raise NixlError("NIXL cannot read the sender's memory")
 
     def _lost(self, fault: Exception) -> Exception:
-        if not isinstance(fault, NixlError):
-            return fault
-        return self._talk.lost(str(fault))
+        return self._talk.lost(str(fault)) if isinstance(fault, NixlError) else fault
 
     def close(self) -> None:
         self._stopped = True
@@ -312,9 +294,9 @@ class NixlFetch(ReadingFetch):
                 self._agent.part(peer)
 
 
-def _fetch(facts: bytes, incoming: Incoming) -> NixlFetch | Unavailable:
+def _fetch(facts: bytes, incoming: r.Incoming) -> NixlFetch | r.Unavailable:
     agent = agent_here()
-    return agent if isinstance(agent, Unavailable) else NixlFetch(incoming, agent)
+    return agent if isinstance(agent, r.Unavailable) else NixlFetch(incoming, agent)
 
 
-ROUTE = Route("nixl", NixlService, _fetch, reads=True, by_request=True)
+ROUTE = r.Route("nixl", NixlService, _fetch, reads=True, by_request=True)

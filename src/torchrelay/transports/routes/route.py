@@ -14,21 +14,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from torchrelay.errors import DigestError
 from torchrelay.geometry.runs import Runs
 from torchrelay.landing.seam import Landing
 from torchrelay.memory.gpu.device_chunks import DeviceChunks
-from torchrelay.memory.gpu.kernels import Tables
 from torchrelay.memory.gpu.side import in_use
-from torchrelay.plan.snapshot import Sendable
 from torchrelay.transports.meeting.conversation import Conversation
-from torchrelay.transports.meeting.node import DataTicket, Node
-from torchrelay.transports.resources import Resources
-from torchrelay.transports.routes.host.layout import MemoryLayout
-from torchrelay.transports.streams.outgoing_chunks import OutgoingChunks
+from torchrelay.transports.meeting.node import DataTicket
+from torchrelay.transports.resources import Member
+from torchrelay.transports.routes.outgoing import Outgoing
 from torchrelay.transports.wire.messages import Accept, Join, Message, Offer
 
 RETRIES = 2  # times a chunk whose digest does not match is fetched again
@@ -47,41 +43,6 @@ class RouteFault(Exception):
 # The sender's end
 
 
-@dataclass(frozen=True)
-class Outgoing:
-    """Bytes that are sent: a state, or the parts of it that a receiver asked for."""
-
-    snapshot: Sendable
-    resources: Resources
-    verify: bool | None
-
-    @cached_property
-    def from_gpu(self) -> bool:
-        """Whether some of it lies on a GPU."""
-        return in_use() and "cuda" in self.snapshot.devices
-
-    @property
-    def cells(self) -> bool:
-        """Whether digests are made of cells: a device can make them."""
-        return self.from_gpu
-
-    @cached_property
-    def layout(self) -> MemoryLayout:
-        return MemoryLayout(self.snapshot)
-
-    @cached_property
-    def chunks(self) -> OutgoingChunks:
-        return OutgoingChunks(
-            self.snapshot,
-            self.layout.on_gpu,
-            self.resources.buffers,
-            verify=self.verify is not False,
-            cells=self.cells,
-            pinned=self.from_gpu,
-            tables=self.resources.of(Tables) if self.from_gpu else None,
-        )
-
-
 class Hop(NamedTuple):
     """A receiver's place in a chain: the rank that feeds it (None: the sender), the receiver that
     it feeds, and how many are before it."""
@@ -96,14 +57,12 @@ class Receiver:
     """A receiver that has joined a send, as routes see it."""
 
     rank: int
-    me: int
+    member: Member  # the sender
     transfer: bytes
     join: Join
-    node: Node
-    group: Any  # the process group, for device backends
     receivers: int  # of the send, in all
     connections: int
-    say: Callable[[Message], None]
+    send: Callable[[Message], None]
     report: Callable[[object], None]  # what workers have done, to the loop of the send
 
 
@@ -137,7 +96,7 @@ class RouteService:
         raise RouteFault("asked for chunks on a route on which it reads them itself")
 
     def hear(self, data: bytes) -> None:
-        """The receiver's end says something. `RemoteProtocolError` if it makes no sense."""
+        """A message of the receiver's end. `RemoteProtocolError` if it makes no sense."""
         raise RouteFault("said something that its route does not understand")
 
     def close(self) -> None:
@@ -154,22 +113,18 @@ class Incoming:
     conversation: Conversation
     offer: Offer
     nonce: bytes  # shown by the sender's process; empty if no memory of others is read
-    group: Any
-    resources: Resources
+    member: Member  # the receiver
     connections: int
     progress: Callable[[int, int], None]
     on_device: bool  # some of it goes to a device
     named: Callable[[int, int], str] = lambda start, stop: f"bytes {start} to {stop}"
 
-    def differs(self, what: str) -> DigestError:
-        talk = self.conversation
-        return DigestError(
-            f"{what} does not have the digest it was sent with: was the state changed while it "
-            "was sent?",
-            rank=talk.sender,
-            step=talk.step,
-            phase="data",
-        )
+    def on_gpu(self, landing: Landing) -> DeviceChunks:
+        """The chunks that a GPU can hash where they land."""
+        if not (self.offer.cells and in_use()):
+            return DeviceChunks(landing.chunks, Runs([], [], []))
+        places = landing.places()
+        return DeviceChunks(landing.chunks, places.device, places.indirect)
 
 
 class RouteFetch:
@@ -193,43 +148,47 @@ class RouteFetch:
 
 
 class FetchProgress:
-    """Bytes done, for the caller's progress function and for errors."""
+    """Bytes done, for the caller's progress function and for errors; and chunks that are fetched
+    again."""
 
-    def __init__(self, incoming: Incoming, total: int) -> None:
-        self._incoming, self._total = incoming, total
+    def __init__(self, incoming: Incoming, landing: Landing) -> None:
+        self._incoming, self._chunks = incoming, landing.chunks
         self._done = 0
-        self._tell()
-
-    @property
-    def left(self) -> int:
-        return self._total - self._done
+        self._tries: dict[int, int] = {}
+        self._note()
 
     def add(self, nbytes: int) -> None:
-        self._done = min(self._done + nbytes, self._total)
-        self._tell()
-        self._incoming.progress(self._done, self._total)
+        total = self._chunks.stream_bytes
+        self._done = min(self._done + nbytes, total)
+        self._note()
+        self._incoming.progress(self._done, total)
 
-    def _tell(self) -> None:
-        self._incoming.conversation.done = f"{self._done} of {self._total} bytes done"
+    def complete(self) -> None:
+        """Everything is here. Padding between tensors is never read."""
+        if left := self._chunks.stream_bytes - self._done:
+            self.add(left)
 
+    def retry(self, index: int) -> None:
+        """A chunk does not match its digest. `DigestError` if it has failed too often."""
+        self._tries[index] = self._tries.get(index, 0) + 1
+        if self._tries[index] > RETRIES:
+            talk, begin = self._incoming.conversation, self._chunks.offsets[index]
+            named = self._incoming.named(begin, begin + self._chunks.sizes[index])
+            raise DigestError(
+                f"chunk {index} with {named}, after {RETRIES} more tries, does not have the digest "
+                "it was sent with: was the state changed while it was sent?",
+                rank=talk.sender,
+                step=talk.step,
+                phase="data",
+            )
 
-def on_gpu(incoming: Incoming, landing: Landing) -> DeviceChunks:
-    """The chunks that a GPU can hash where they land."""
-    if not (incoming.offer.cells and in_use()):
-        return DeviceChunks(landing.chunks, Runs([], [], []))
-    places = landing.places()
-    return DeviceChunks(landing.chunks, places.device, places.indirect)
-
-
-def chunk_named(incoming: Incoming, landing: Landing, index: int) -> str:
-    """A chunk, by the tensors it has bytes of, for a message."""
-    begin = landing.chunks.offsets[index]
-    return f"chunk {index} with {incoming.named(begin, begin + landing.chunks.sizes[index])}"
+    def _note(self) -> None:
+        self._incoming.conversation.done = f"{self._done} of {self._chunks.stream_bytes} bytes done"
 
 
 @dataclass(frozen=True)
 class Route:
-    """A way for bytes from one process to another: its name, and its two ends."""
+    """A path for bytes from one process to another: its name, and its two ends."""
 
     name: str
     service: Callable[[Receiver], RouteService]

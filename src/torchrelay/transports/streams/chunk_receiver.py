@@ -50,13 +50,6 @@ class FeedLost:
     reason: str
 
 
-@dataclass(frozen=True)
-class FetchFailed:
-    """This process cannot take a chunk."""
-
-    fault: Exception
-
-
 Connect = Callable[[Callable[[], bool]], DataSocket]  # unless the transfer is over
 
 
@@ -128,20 +121,20 @@ class ChunkArrivals:
 
 
 class ChunkReceiver:
-    """Takes chunks from one process. Reports `ChunkArrived`, `ChunkDamaged` and `FeedLost`."""
+    """Takes chunks from one process. Reports `ChunkArrived`, `ChunkDamaged`, `FeedLost`, faults."""
 
     def __init__(self, arrivals: ChunkArrivals, report: Callable[[object], None]) -> None:
         self._arrivals, self._report = arrivals, report
         self._lock = threading.Lock()
-        self._lanes: dict[DataSocket, threading.Event] = {}  # set when its thread is over
+        self._open: dict[DataSocket, threading.Event] = {}  # set when its thread is over
         self._over = False
-        self._open = 0  # lanes that have not ended
+        self._left = 0  # connections that have not ended
         self.connections = 0
 
-    def connect(self, connect: Connect, lanes: int) -> None:
+    def connect(self, connect: Connect, count: int) -> None:
         """Make data connections, and take what comes."""
-        self.connections = self._open = lanes
-        for _ in range(lanes):
+        self.connections = self._left = count
+        for _ in range(count):
             threads.run(partial(self._run, connect), "worker")
 
     def _run(self, connect: Connect) -> None:
@@ -152,12 +145,12 @@ class ChunkReceiver:
                 if self._over:
                     sock.cut()
                     return
-                self._lanes[sock] = over
+                self._open[sock] = over
             while (index := sock.take_index()) != END:
                 self._take(sock, index)
             with self._lock:
-                self._open -= 1
-                ended = not self._open
+                self._left -= 1
+                ended = not self._left
             if ended:
                 self._report(FeedLost(self, "it has no more chunks"))
         except Exception as fault:
@@ -173,13 +166,12 @@ class ChunkReceiver:
         arrived = False
         try:
             data, buffer = arrivals.memory(index)
-            on_gpu = arrivals.verify and index in arrivals.on_gpu
-            hashes = arrivals.verify and not on_gpu and not arrivals.cells
+            hashes = arrivals.verify and index not in arrivals.on_gpu and not arrivals.cells
             made, sent = sock.take_chunk(memoryview(data.numpy()), hashes=hashes)  # type: ignore[arg-type]
             try:
                 arrived = self._landed(index, data, buffer, made, sent)
             except Exception as fault:
-                self._report(FetchFailed(fault))
+                self._report(fault)  # this process cannot take a chunk
                 raise
         finally:
             arrivals.release(index, arrived=arrived)
@@ -194,7 +186,7 @@ class ChunkReceiver:
     ) -> bool:
         """Bring a chunk to its place; whether it has the digest that it was sent with."""
         arrivals = self._arrivals
-        on_gpu = index in arrivals.on_gpu
+        on_gpu = index in arrivals.on_gpu  # hashed where it has come to lie
         if arrivals.verify and not made and not on_gpu:
             made = digest_of(data, cells=arrivals.cells)
         if buffer is not None and (on_gpu or not arrivals.verify or made == sent):
@@ -208,8 +200,8 @@ class ChunkReceiver:
         """Cut the connections; returns when no thread writes any more."""
         with self._lock:
             self._over = True
-            lanes, self._lanes = self._lanes, {}
-        for sock in lanes:
+            connections, self._open = self._open, {}
+        for sock in connections:
             sock.cut()
-        for over in lanes.values():
+        for over in connections.values():
             wait_until_set(over)

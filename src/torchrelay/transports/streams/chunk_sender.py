@@ -12,33 +12,16 @@ from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple, Protocol
 
 import torch
 
 from torchrelay.memory import threads
 from torchrelay.transports.streams.sockets import DataSocket
 
-LANES = 16  # data connections of one transfer, at most
+MAX_CONNECTIONS = 16  # data connections of one transfer
 
-
-class LentChunk(NamedTuple):
-    """A chunk in host memory, and its digest where that is known."""
-
-    data: torch.Tensor
-    digest: bytes
-
-
-class ChunkSource(Protocol):
-    """Where the bytes of chunks are."""
-
-    hashes: bool  # chunks are sent with digests
-
-    def borrow(self, index: int) -> AbstractContextManager[LentChunk]:
-        """Within: the chunk, which stays where it is."""
-
-    def note_digest(self, index: int, digest: bytes) -> None:
-        """The digest of a chunk was made on the way."""
+# Within: a chunk in host memory, which stays where it is, and its digest where that is known.
+Borrow = Callable[[int], AbstractContextManager[tuple[torch.Tensor, bytes]]]
 
 
 @dataclass(frozen=True)
@@ -57,13 +40,19 @@ class FeedBroken:
 
 
 class ChunkSender:
-    """Feeds one receiver. Reports `ChunkSent` and `FeedBroken`."""
+    """Feeds one receiver. Reports `ChunkSent` and `FeedBroken`. With `hashed` the digests of chunks
+    are made on the way, and given to it."""
 
-    def __init__(self, source: ChunkSource, report: Callable[[object], None]) -> None:
-        self._source, self._report = source, report
+    def __init__(
+        self,
+        borrow: Borrow,
+        report: Callable[[object], None],
+        hashed: Callable[[int, bytes], None] | None = None,
+    ) -> None:
+        self._borrow, self._report, self._hashed = borrow, report, hashed
         self._todo: queue.SimpleQueue[int | None] = queue.SimpleQueue()
         self._lock = threading.Lock()
-        self._lanes: list[tuple[DataSocket, threads.Running]] = []
+        self._open: list[tuple[DataSocket, threads.Running]] = []
         self._over = False
         self.unsent = 0  # chunks that have not left yet
         self._put_at = time.monotonic()
@@ -75,7 +64,7 @@ class ChunkSender:
     def moved_at(self) -> float:
         """When bytes last left, or chunks were put that none had left before."""
         with self._lock:
-            return max([self._put_at, *(sock.moved_at for sock, _ in self._lanes)])
+            return max([self._put_at, *(sock.moved_at for sock, _ in self._open)])
 
     def put(self, chunks: Iterable[int]) -> None:
         """Send these too."""
@@ -89,11 +78,11 @@ class ChunkSender:
     def add(self, sock: DataSocket) -> None:
         """The receiver has made another data connection."""
         with self._lock:
-            refused = self._over or self.connections >= LANES
+            refused = self._over or self.connections >= MAX_CONNECTIONS
             if not refused:
                 self.connections += 1
                 running = threads.run(partial(self._run, sock), "worker")
-                self._lanes.append((sock, running))
+                self._open.append((sock, running))
         if refused:
             sock.cut()
 
@@ -110,14 +99,13 @@ class ChunkSender:
             self._report(FeedBroken(fault))
 
     def _send(self, sock: DataSocket, index: int) -> None:
-        source = self._source
-        with source.borrow(index) as (data, known):
+        with self._borrow(index) as (data, known):
             view = memoryview(data.numpy())  # type: ignore[arg-type]
-            digest = sock.send_chunk(index, view, known, hashes=source.hashes)
+            digest = sock.send_chunk(index, view, known, hashes=self._hashed is not None)
             nbytes = view.nbytes
             del view, data
-        if digest and not known:
-            source.note_digest(index, digest)
+        if digest and not known and self._hashed is not None:
+            self._hashed(index, digest)
         with self._lock:
             self.unsent -= 1
             self.messages += 1
@@ -127,23 +115,23 @@ class ChunkSender:
     def finish(self, seconds: float) -> None:
         """All chunks have left, and no more are put: say so to the receiver."""
         with self._lock:
-            lanes = list(self._lanes)
-        for _ in lanes:
+            connections = list(self._open)
+        for _ in connections:
             self._todo.put(None)
         ends = time.monotonic() + seconds
-        for _, running in lanes:
+        for _, running in connections:
             running.wait(max(0.0, ends - time.monotonic()))
 
     def close(self) -> None:
         """Cut the connections; returns when no thread reads the chunks any more."""
         with self._lock:
             self._over = True
-            lanes, self._lanes = self._lanes, []
+            connections, self._open = self._open, []
         with suppress(queue.Empty):
             while True:
                 self._todo.get_nowait()
-        for sock, _ in lanes:
+        for sock, _ in connections:
             sock.cut()
             self._todo.put(None)
-        for _, running in lanes:
+        for _, running in connections:
             running.wait()

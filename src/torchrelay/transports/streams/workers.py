@@ -11,12 +11,6 @@ from collections.abc import Callable
 from contextlib import suppress
 
 from torchrelay.memory import threads
-from torchrelay.memory.pool import cores
-
-
-def hashers() -> int:
-    """Threads that hash for receivers which read: where cores are few, they need them."""
-    return max(1, min(4, cores() // 4))
 
 
 class Workers:

@@ -1,23 +1,7 @@
 """The messages of a live transfer, and their frames. No I/O (docs/wire-format.md is the spec).
 
-A transfer between two ranks uses one control connection, which the receiver opens to the sender:
-
-| from     | message           | meaning                                                         |
-|----------|-------------------|-----------------------------------------------------------------|
-| receiver | `Join`            | I want your state                                               |
-| sender   | `Offer`           | this is what I have, and how you could get it                   |
-| receiver | `Accept`          | all of it, or these reads of it, by this route                  |
-| receiver | `Refuse`          | no, and why                                                     |
-| sender   | `Go`              | begin                                                           |
-| receiver | `Need`            | send me these chunks yourself                                   |
-| receiver | `Want`            | tell me the digests of these chunks                             |
-| sender   | `Digests`         | as they become known                                            |
-| both     | `RouteNote`       | what one end of a route says to the other                       |
-| receiver | `Fetched`         | I have every byte, and every digest matches                     |
-| sender   | `Confirmed`       | the state is still the one that was described                   |
-| receiver | `Done`            | committed                                                       |
-| both     | `Abort`           | I give up, and why; a closed connection means the same          |
-| both     | `Ping`, `Pong`    | are you there? yes                                              |
+A transfer between two ranks uses one control connection, which the receiver opens to the sender.
+The messages are below in the order in which they are sent.
 
 A frame is a magic number, a type, a version and a length, and the message in MessagePack. The
 length is checked against a cap for its type before memory is allocated, and every field against
@@ -91,7 +75,7 @@ class Place(msgspec.Struct, array_like=True, frozen=True):
 
 
 class Join(Message, frozen=True):
-    """I want your state. `step` is the only one I take, if I ask for one."""
+    """Receiver: I want your state. `step` is the only one I take, if I ask for one."""
 
     step: Step | None = None
     parts: bool = False  # I take parts of what you have
@@ -102,7 +86,7 @@ class Join(Message, frozen=True):
 
 
 class Offer(_LargeMessage, frozen=True):
-    """What I have: an encoded record, and the routes that I can serve, with what each says."""
+    """Sender: this is what I have, as an encoded record, and the routes that I can serve."""
 
     record: Blob
     transfer: Id
@@ -118,7 +102,7 @@ class Offer(_LargeMessage, frozen=True):
 
 
 class Accept(_LargeMessage, frozen=True):
-    """The state fits. I am ready for all of it, or for these reads of it, by this route."""
+    """Receiver: the state fits. Send all of it, or these reads of it, by this route."""
 
     route: Name
     answer: Annotated[bytes, Meta(max_length=_SMALL)] = b""  # of the route
@@ -127,7 +111,7 @@ class Accept(_LargeMessage, frozen=True):
 
 
 class Refuse(Message, frozen=True):
-    """The state does not fit, or an object does not take its part."""
+    """Receiver: the state does not fit, or an object does not take its part."""
 
     kind: Name  # "step", "mismatch" (also: no memory), "unsupported", "manifest" or "route"
     message: Text
@@ -135,53 +119,53 @@ class Refuse(Message, frozen=True):
 
 
 class Go(_LargeMessage, frozen=True):
-    """Begin. `data` is for the route."""
+    """Sender: begin. `data` is for the route."""
 
     data: Blob = b""
     patience: Seconds = 0.0  # without progress, before you take your chunks from me
 
 
 class Need(_LargeMessage, frozen=True):
-    """Send me these chunks yourself. `restart`: these alone, over new connections, since those to
-    you have broken."""
+    """Receiver: send me these chunks yourself. `restart`: these alone, over new connections, since
+    those to you have broken."""
 
     chunks: Chunks
     restart: bool = False
 
 
 class Want(_LargeMessage, frozen=True):
-    """Tell me the digests of these chunks."""
+    """Receiver: tell me the digests of these chunks."""
 
     chunks: ChunkRanges
 
 
 class Digests(_LargeMessage, frozen=True):
-    """Digests of chunks that were asked for, in the order of the chunks."""
+    """Sender: digests of chunks that were asked for, in the order of the chunks."""
 
     chunks: Chunks
     digests: Annotated[bytes, Meta(max_length=MAX_CHUNKS * 16)]
 
 
 class RouteNote(_LargeMessage, frozen=True):
-    """A message from one end of a route to the other. Opaque to the protocol."""
+    """Both: a message from one end of a route to the other. Opaque to the protocol."""
 
     data: Blob
 
 
 class Fetched(Message, frozen=True):
-    """I have every byte, and every digest matches."""
+    """Receiver: I have every byte, and every digest matches."""
 
 
 class Confirmed(Message, frozen=True):
-    """The state is still the one that I described: commit it."""
+    """Sender: the state is still the one that I described: commit it."""
 
 
 class Done(Message, frozen=True):
-    """Committed."""
+    """Receiver: committed."""
 
 
 class Abort(Message, frozen=True):
-    """I give up."""
+    """Both: I give up; a closed connection means the same."""
 
     message: Text
     kind: Name = ""  # "step": no state of the step that was asked for is offered
@@ -189,11 +173,11 @@ class Abort(Message, frozen=True):
 
 
 class Ping(Message, frozen=True):
-    """Are you there?"""
+    """Both: are you there?"""
 
 
 class Pong(Message, frozen=True):
-    """Yes."""
+    """Both: yes."""
 
 
 # A frame's type is the position here.

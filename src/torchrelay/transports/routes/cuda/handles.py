@@ -13,7 +13,8 @@ from __future__ import annotations
 
 import ctypes
 import threading
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
 from typing import Annotated, Any, NamedTuple
@@ -122,22 +123,19 @@ class Exports:
 
         `IpcError` if it cannot be shared. Allocations are asked for their ids each time.
         """
+        order = np.argsort(memory.addresses)
+        lows = memory.addresses[order]
+        highs = lows + (memory.stops - memory.starts)[order]
         with self._lock:
-            found = self._allocations(memory)
+            found = self._known_ones(lows, highs) or self._found(lows.tolist(), highs.tolist())
         return Exported(tuple(one.export for one in found), pack(memory, found))
 
     def close(self) -> None:
         """The driver keeps nothing for an export."""
 
-    def _allocations(self, memory: Runs) -> list[_Allocation]:
-        """The allocations that hold the memory, in order of address."""
-        order = np.argsort(memory.addresses)
-        lows = memory.addresses[order]
-        highs = lows + (memory.stops - memory.starts)[order]
-        return self._known_ones(lows, highs) or self._found(lows.tolist(), highs.tolist())
-
     def _known_ones(self, lows: Column, highs: Column) -> list[_Allocation]:
-        """The same, if all of them are known and hold; else nothing."""
+        """The allocations that hold the memory, in order of address, if all of them are known and
+        unchanged; else nothing."""
         known = [self._known[base] for base in sorted(self._known)]
         if not known:
             return []
@@ -152,6 +150,7 @@ class Exports:
         return found if all(one.holds(ask) for one in found) else []
 
     def _found(self, lows: list[int], highs: list[int]) -> list[_Allocation]:
+        """The same, as the driver tells."""
         found: list[_Allocation] = []
         reach = 0  # all memory below it is in those found
         for low, high in zip(lows, highs, strict=True):
@@ -209,69 +208,48 @@ class Opening(NamedTuple):
     nbytes: int
 
 
-class _Shared:
-    """An opened allocation, and the number of transfers that read from it."""
-
-    __slots__ = ("opened", "users")
-
-    def __init__(self, opened: Opening) -> None:
-        self.opened, self.users = opened, 0
-
-
 class Openings:
     """The receiver's end: allocations of senders that are open here. Threads may share it."""
 
     def __init__(self) -> None:
-        self._open: dict[int, dict[int, _Shared]] = {}  # by the sender's rank and the export's id
-        self._newest: dict[int, frozenset[int]] = {}  # by rank: the exports of its newest state
+        self._open: dict[tuple[int, int], Opening] = {}  # by the sender's rank and the export's id
+        self._readers: Counter[tuple[int, int]] = Counter()  # transfers that read from each
+        self._newest: dict[int, list[tuple[int, int]]] = {}  # by rank, of its newest state
         self._lock = threading.Lock()
 
     @contextmanager
     def borrowed(self, sender: int, memory: Exported, stream_bytes: int) -> Iterator[Sources]:
         """Within: the sender's memory is open here. `IpcError` if that fails."""
-        ids = frozenset(export.id for export in memory.exports)
-        if len(ids) < len(memory.exports):
+        keys = [(sender, export.id) for export in memory.exports]
+        if len(set(keys)) < len(keys):
             raise IpcError("an allocation that is exported twice")
         with self._lock:
-            taken = self._take(sender, memory.exports)
-            self._newest[sender] = ids
-            self._close_unused(sender)
+            for key, export in zip(keys, memory.exports, strict=True):
+                if key not in self._open:
+                    self._open[key] = open_export(export)
+            self._readers.update(keys)
+            self._newest[sender] = keys
+            self._close_unused()
+            opened = [self._open[key] for key in keys]
         try:
-            yield sources(memory.device, [one.opened for one in taken], stream_bytes)
+            yield sources(memory.device, opened, stream_bytes)
         finally:
             with self._lock:
-                for one in taken:
-                    one.users -= 1
-                self._close_unused(sender)
+                self._readers.subtract(keys)
+                self._close_unused()
 
-    def _take(self, sender: int, exports: Sequence[Export]) -> list[_Shared]:
-        here = self._open.setdefault(sender, {})
-        taken: list[_Shared] = []
-        try:
-            for export in exports:
-                if export.id not in here:
-                    here[export.id] = _Shared(open_export(export))
-                taken.append(here[export.id])
-                taken[-1].users += 1
-        except IpcError:
-            for one in taken:
-                one.users -= 1
-            raise
-        return taken
-
-    def _close_unused(self, sender: int) -> None:
-        """Close what no transfer reads and the sender's newest state does not lie in: this process
-        must not keep memory that the sender has freed."""
-        here, newest = self._open[sender], self._newest.get(sender, frozenset())
-        for number, one in list(here.items()):
-            if not one.users and number not in newest:
-                close_opening(here.pop(number).opened)
+    def _close_unused(self) -> None:
+        """Close what no transfer reads and no sender's newest state lies in: this process must not
+        keep memory that the sender has freed."""
+        newest = {key for keys in self._newest.values() for key in keys}
+        for key in [key for key in self._open if not self._readers[key] and key not in newest]:
+            close_opening(self._open.pop(key))
+            del self._readers[key]
 
     def close(self) -> None:
         with self._lock:
             self._newest.clear()
-            for sender in self._open:
-                self._close_unused(sender)
+            self._close_unused()
 
 
 def close_opening(opened: Opening) -> None:

@@ -41,17 +41,9 @@ def _pid_namespace() -> int:  # a process stays in its own
 
 def here() -> Place:
     """This process's place."""
-    return Place(machine(), os.getuid(), _pid_namespace(), os.getpid(), _devices())
-
-
-def _devices() -> tuple[str, ...]:
-    # Asked only where CUDA is in use already: the question itself would set it up.
-    return _visible() if in_use() else ()
-
-
-@cache
-def _visible() -> tuple[str, ...]:
-    return tuple(device_id(index) for index in range(torch.cuda.device_count()))
+    # Devices are asked for only where CUDA is in use already: the question itself would set it up.
+    devices = map(device_id, range(torch.cuda.device_count() if in_use() else 0))
+    return Place(machine(), os.getuid(), _pid_namespace(), os.getpid(), tuple(devices))
 
 
 @cache
@@ -131,7 +123,7 @@ def cannot_read(process: Process, claim: bytes) -> str:
 
 def cannot_open(process: Process, claim: bytes) -> str:
     """See whether the process is the one that claims to be; why that is not sure, or empty."""
-    if not nonce_of(claim) or process.pid < 1 or process.fd < 0:
+    if len(claim) == _CLAIM.size or process.pid < 1 or process.fd < 0:
         return "the sender does not say how to recognise its process"
     if os.access(f"/proc/self/task/{process.pid}", os.F_OK):
         return "the sender names this process itself"
@@ -145,10 +137,6 @@ def cannot_open(process: Process, claim: bytes) -> str:
     if user != (os.getuid(), os.geteuid()):
         return f"another user: {user[0]} there, {os.getuid()} here"
     return "" if sealed and found == claim else "another process has the sender's number"
-
-
-def nonce_of(claim: bytes) -> bytes:
-    return claim[: -_CLAIM.size]
 
 
 def open_memfd(process: Process, fd: int, flags: int) -> int:

@@ -49,6 +49,11 @@ class Ring(msgspec.Struct, array_like=True, frozen=True, tag="ring"):
     slots: Annotated[int, Meta(ge=1, le=MOST_SLOTS)]
     slot_bytes: Annotated[int, Meta(ge=1, le=MAX_CHUNK_BYTES)]  # a multiple of a page
 
+    def slot(self, memory: torch.Tensor, index: int, nbytes: int) -> torch.Tensor:
+        """The first bytes of a slot of the mapped memory."""
+        at = index * self.slot_bytes
+        return memory[at : at + nbytes]
+
 
 class Fill(msgspec.Struct, array_like=True, frozen=True, tag="fill"):
     """The receiver asks for this chunk in this slot; the sender repeats it when it is there."""
@@ -57,73 +62,56 @@ class Fill(msgspec.Struct, array_like=True, frozen=True, tag="fill"):
     slot: Annotated[int, Meta(ge=0, le=MOST_SLOTS - 1)]
 
 
-class SharedRing:
-    """The sender's end."""
-
-    def __init__(self, slots: int, slot_bytes: int, *, pinned: bool) -> None:
-        self._arena = Arena(slots * slot_bytes, pinned=pinned)
-        self.record = Ring(next(_ids), self._arena.fd, slots, slot_bytes)
-        self.pinned = pinned
-
-    def slot(self, index: int, nbytes: int) -> torch.Tensor:
-        at = index * self.record.slot_bytes
-        return self._arena.tensor[at : at + nbytes]
-
-    def close(self) -> None:
-        self._arena.close()
-
-
 class SharedRings:
     """Rings that outlive a transfer: making one takes longer than most transfers."""
 
     def __init__(self) -> None:
-        self._idle: list[SharedRing] = []
+        self._idle: list[tuple[Arena, Ring]] = []
         self._lock = threading.Lock()
 
-    def take(self, chunk_bytes: int, chunks: int, *, pinned: bool) -> SharedRing:
+    def take(self, chunk_bytes: int, chunks: int, *, pinned: bool) -> tuple[Arena, Ring]:
         """A ring for chunks of that size. Raises `MemoryError` if memory runs out."""
         slot_bytes = -(-max(chunk_bytes, 1) // mmap.PAGESIZE) * mmap.PAGESIZE
         slots = max(min(RING_BYTES // slot_bytes, MOST_SLOTS, chunks), min(2, chunks), 1)
         with self._lock:
-            for index, ring in enumerate(self._idle):
-                same = ring.record.slots >= slots and ring.record.slot_bytes == slot_bytes
-                if same and ring.pinned >= pinned:
+            for index, (arena, ring) in enumerate(self._idle):
+                same = ring.slots >= slots and ring.slot_bytes == slot_bytes
+                if same and arena.pinned >= pinned:
                     return self._idle.pop(index)
-            while self._idle:
-                self._idle.pop().close()  # one kind is kept, not one of every kind
-        return SharedRing(slots, slot_bytes, pinned=pinned)
+        self.close()  # one kind is kept, not one of every kind
+        arena = Arena(slots * slot_bytes, pinned=pinned)
+        return arena, Ring(next(_ids), arena.fd, slots, slot_bytes)
 
-    def give(self, ring: SharedRing) -> None:
+    def give(self, arena: Arena, ring: Ring) -> None:
         """Take a ring back that no receiver uses any more."""
         with self._lock:
-            self._idle.append(ring)
+            self._idle.append((arena, ring))
 
     def close(self) -> None:
         with self._lock:
             while self._idle:
-                self._idle.pop().close()
+                self._idle.pop()[0].close()
 
 
 class RingFiller:
     """A ring that is lent to one receiver and filled as it asks. `MemoryError` if there is no
-    memory for it. `filled` is called in a worker, with the fault if there is one."""
+    memory for it. Workers call `filled`, or `failed` if the state cannot be read."""
 
     def __init__(
         self,
         snapshot: Sendable,
         rings: SharedRings,
-        filled: Callable[[Fill, Exception | None], None],
+        filled: Callable[[Fill], None],
+        failed: Callable[[Exception], None],
     ) -> None:
-        self._snapshot, self._rings, self._filled = snapshot, rings, filled
+        self._snapshot, self._rings = snapshot, rings
+        self._filled, self._failed = filled, failed
         self._sizes = snapshot.chunks.sizes
-        self._ring = rings.take(max(self._sizes, default=1), len(self._sizes), pinned=in_use())
+        largest, count = max(self._sizes, default=1), len(self._sizes)
+        self._arena, self.record = rings.take(largest, count, pinned=in_use())
         self._filling: set[int] = set()
         self._workers = Workers(min(cores(), FILLERS))
         self.filled_bytes = self.fills = 0
-
-    @property
-    def record(self) -> Ring:
-        return self._ring.record
 
     def fill(self, wanted: Fill) -> None:
         """Put a chunk into a slot."""
@@ -134,7 +122,7 @@ class RingFiller:
             )
         self._filling.add(wanted.slot)
         size = self._sizes[wanted.chunk]
-        slot = self._ring.slot(wanted.slot, size)
+        slot = self.record.slot(self._arena.tensor, wanted.slot, size)
         self.filled_bytes += size
         self.fills += 1
 
@@ -143,16 +131,16 @@ class RingFiller:
                 with on_side_stream():
                     self._snapshot.read(wanted.chunk, slot, vectors.copy)
             except Exception as fault:
-                self._filled(wanted, fault)
+                self._failed(fault)
             else:
                 self._filling.discard(wanted.slot)
-                self._filled(wanted, None)
+                self._filled(wanted)
 
         self._workers.submit(put)
 
     def close(self) -> None:
         self._workers.stop()
-        self._rings.give(self._ring)
+        self._rings.give(self._arena, self.record)
 
 
 class MappedRing:
@@ -171,18 +159,14 @@ class MappedRing:
             self._map: Any = mmap.mmap(fd, nbytes)
         finally:
             os.close(fd)
-        self._tensor = torch.frombuffer(self._map, dtype=torch.uint8)
-        self.pinned = pinned and register(self._tensor.data_ptr(), nbytes) == 0
-
-    def slot(self, index: int, nbytes: int) -> torch.Tensor:
-        at = index * self.record.slot_bytes
-        return self._tensor[at : at + nbytes]
+        self.tensor = torch.frombuffer(self._map, dtype=torch.uint8)
+        self.pinned = pinned and register(self.tensor.data_ptr(), nbytes) == 0
 
     def close(self) -> None:
         if self.pinned:
-            unregister(self._tensor.data_ptr())
+            unregister(self.tensor.data_ptr())
             self.pinned = False
-        self._tensor, self._map = torch.empty(0, dtype=torch.uint8, device="cpu"), None
+        self.tensor, self._map = torch.empty(0, dtype=torch.uint8, device="cpu"), None
 
     def __del__(self) -> None:
         # Memory that is unmapped while it is pinned cannot be pinned at the same address again.

@@ -1,0 +1,149 @@
+"""Bytes that are sent: where they lie in this process, and its chunks as they leave it.
+
+A digest is made once and kept. A chunk that is sent again goes with the digest of the first time,
+so a state that changes while it is sent does not arrive as a mixture.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cached_property
+
+import numpy as np
+import torch
+
+from torchrelay.geometry.runs import Runs, reached
+from torchrelay.memory import vectors
+from torchrelay.memory.gpu.device_chunks import DeviceChunks
+from torchrelay.memory.gpu.kernels import Tables, digest_of
+from torchrelay.memory.gpu.side import in_use, on_side_stream
+from torchrelay.plan.snapshot import Sendable
+from torchrelay.transports.resources import Resources
+
+
+class Outgoing:
+    """A state that is sent, or the parts of it that a receiver asked for. Threads may share it."""
+
+    def __init__(self, snapshot: Sendable, resources: Resources, verify: bool | None) -> None:
+        self.snapshot, self.resources, self.verify = snapshot, resources, verify
+        self._stream, self._chunks = snapshot.stream, snapshot.chunks
+        self._digests: dict[int, bytes] = {}
+        self._device_lock = threading.Lock()
+        self._hashed_there = False
+
+    @cached_property
+    def from_gpu(self) -> bool:
+        """Whether some of it lies on a GPU."""
+        return in_use() and "cuda" in self.snapshot.devices
+
+    @property
+    def cells(self) -> bool:
+        """Whether digests are made of cells: a device can make them."""
+        return self.from_gpu
+
+    # Where the bytes lie
+
+    @cached_property
+    def host(self) -> bytes:
+        """The table of host memory, packed."""
+        return self._stream.host.pack()
+
+    @property
+    def device(self) -> Runs:
+        """Contiguous memory of GPUs."""
+        return self._elsewhere[0]
+
+    @cached_property
+    def apart(self) -> tuple[int, ...]:
+        """The chunks that have bytes where no address of this host leads to them."""
+        device, others = self._elsewhere
+        if not len(device.starts) and not len(others.starts):
+            return ()
+        return self._chunks_of(Runs.merged(device.stretches, others))
+
+    @property
+    def strays(self) -> tuple[int, ...]:
+        """Of those, the chunks that have bytes outside of contiguous GPU memory."""
+        return self._chunks_of(self._elsewhere[1])
+
+    @cached_property
+    def on_gpu(self) -> DeviceChunks:
+        """The chunks that a GPU can hash."""
+        return DeviceChunks(self._chunks, self.device if in_use() else Runs([], [], []))
+
+    @cached_property
+    def _elsewhere(self) -> tuple[Runs, Runs]:
+        """Contiguous memory of GPUs, and which bytes of the stream lie elsewhere."""
+        found, others = [], []
+        for at, region in self._stream.regions:
+            run = region.run(0, region.nbytes) if region.keep.is_cuda else None
+            if run is None:
+                others.append((at, at, region.nbytes))
+            else:
+                found.append((at, run.data_ptr(), run.nbytes))
+        known = self._stream.device
+        return Runs.merged(known, Runs.of(found)) if found else known, Runs.of(others)
+
+    def _chunks_of(self, memory: Runs) -> tuple[int, ...]:
+        offsets = np.array(self._chunks.offsets, np.uint64)
+        first = np.searchsorted(offsets, memory.starts, side="right") - 1
+        last = np.searchsorted(offsets, memory.stops - np.uint64(1), side="right") - 1
+        return tuple(np.flatnonzero(reached(first, last, len(offsets))).tolist())
+
+    # Chunks and their digests
+
+    @property
+    def hashes(self) -> bool:
+        """Whether digests are made while chunks leave. Digests of cells are made before."""
+        return self.verify is not False and not self.cells
+
+    @contextmanager
+    def borrow(self, index: int) -> Iterator[tuple[torch.Tensor, bytes]]:
+        """Within: a chunk in host memory, and its digest where that is known."""
+        with self._bytes(index) as data:
+            if self.verify is not False and self.cells and index not in self._digests:
+                if index in self.on_gpu:
+                    self.hash_on_devices()
+                else:
+                    self.note_digest(index, digest_of(data, cells=True))
+            yield data, self._digests.get(index, b"")
+
+    def note_digest(self, index: int, digest: bytes) -> None:
+        self._digests.setdefault(index, digest)
+
+    def digest(self, index: int) -> bytes:
+        """The digest of a chunk, made if it is not known."""
+        if index in self.on_gpu:
+            self.hash_on_devices()
+        if known := self._digests.get(index, b""):
+            return known
+        with self._bytes(index) as data:
+            return self._digests.setdefault(index, digest_of(data, cells=self.cells))
+
+    def hash_on_devices(self) -> None:
+        """Have GPUs make the digests of all chunks that lie there."""
+        with self._device_lock:
+            if not self._hashed_there:
+                tables = self.resources.of(Tables) if self.from_gpu else None
+                for index, digest in self.on_gpu.digests(self.on_gpu, tables).items():
+                    self._digests.setdefault(index, digest)
+                self._hashed_there = True
+
+    @contextmanager
+    def _bytes(self, index: int) -> Iterator[torch.Tensor]:
+        """Within: a chunk where it lies, or packed into a buffer."""
+        data = self.snapshot.view(index)
+        if data is not None:
+            yield data
+            return
+        buffers = self.resources.buffers
+        buffer = buffers.take(max(self._chunks.sizes), pinned=self.from_gpu)
+        try:
+            data = buffer[: self._chunks.sizes[index]]
+            with on_side_stream():
+                self.snapshot.read(index, data, vectors.copy)
+            yield data
+        finally:
+            buffers.give(buffer)
