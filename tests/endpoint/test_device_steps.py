@@ -14,11 +14,12 @@ import torch
 
 import torchrelay as tr
 from torchrelay.deadlines import Deadline
-from torchrelay.endpoint import publishing, pull
-from torchrelay.endpoint.device_slots import check_choice
+from torchrelay.endpoint import pull
 from torchrelay.endpoint.front import Endpoint
+from torchrelay.endpoint.publish import publisher
+from torchrelay.endpoint.publish.device_slots import check_choice
 from torchrelay.endpoint.server.device_steps import MOST_SLOTS, DeviceSteps
-from torchrelay.endpoint.server.messages import FinishPublish, ShowDevice, StepRecord, Volume
+from torchrelay.endpoint.server.messages import FinishPublish, Show, StepRecord, Volume
 from torchrelay.errors import PeerLostError, UsageError
 from torchrelay.plan.region import Stream
 from torchrelay.record.digest import digest
@@ -99,9 +100,9 @@ def _opened(export: Any) -> Opening:
 
 @pytest.fixture
 def endpoint(monkeypatch: pytest.MonkeyPatch) -> Iterator[Endpoint]:
-    monkeypatch.setattr(publishing, "DeviceSlots", HostSlots)
-    arena = publishing.Arena
-    monkeypatch.setattr(publishing, "Arena", lambda nbytes, pinned: arena(nbytes))
+    monkeypatch.setattr(publisher, "DeviceSlots", HostSlots)
+    arena = publisher.Arena
+    monkeypatch.setattr(publisher, "Arena", lambda nbytes, pinned: arena(nbytes))
     monkeypatch.setattr(pull, "wants_gpu", lambda into, options: True)
     monkeypatch.setattr(lent_device, "open_export", _opened)
     monkeypatch.setattr(lent_device, "close_opening", lambda opened: None)
@@ -260,7 +261,7 @@ def test_slots_of_a_server() -> None:
         slot = steps.take()
         if slot >= 0:
             export = DeviceExport(slot, "", b"", 1)
-            steps.show(ShowDevice(slot, step, f"{step:032x}", [], export, whole))
+            steps.show(Show(slot, step, f"{step:032x}", [], whole, export))
         steps.finish(FinishPublish(step, on_device=slot >= 0))
         return slot
 

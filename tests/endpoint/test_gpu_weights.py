@@ -17,7 +17,7 @@ import torch
 import torchrelay as tr
 from torchrelay.deadlines import Deadline
 from torchrelay.endpoint import Encoding
-from torchrelay.endpoint.device_slots import DeviceSlots
+from torchrelay.endpoint.publish.device_slots import DeviceSlots
 from torchrelay.errors import PeerLostError, RelayError
 from torchrelay.memory.gpu.block import DeviceBlock
 from torchrelay.memory.gpu.kernels import device_bytes

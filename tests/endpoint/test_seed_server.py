@@ -16,8 +16,8 @@ import pytest
 import torch
 
 import torchrelay as tr
-from torchrelay.endpoint import seed as seeds
-from torchrelay.endpoint.seed import Seed
+from torchrelay.endpoint.reshare import seed as seeds
+from torchrelay.endpoint.reshare.seed import Seed
 from torchrelay.endpoint.server.messages import Listen
 from torchrelay.endpoint.server.step_server import StepServer
 from torchrelay.memory.kept_ranges import KeptRanges
@@ -178,7 +178,7 @@ def test_tensors_keep_their_own_memory_when_the_seed_is_closed(
         late = tr.pull(got.seed.url, timeout=60)
         assert torch.equal(late.state["b"], state["b"])
         assert "lends no memory" in late.report.instead["mapped"]
-        fd = os.dup(got.seed.fd)
+        fd = os.dup(got.seed._arena.fd)
         got.seed.close()
     try:
         assert torch.equal(got.state["a"], state["a"]) and got.state["b"][0] == 77

@@ -13,7 +13,7 @@ import torch
 import torchrelay as tr
 from tests.endpoint.liars import Between
 from torchrelay.endpoint.front import Endpoint
-from torchrelay.endpoint.seed import Seed
+from torchrelay.endpoint.reshare.seed import Seed
 from torchrelay.record.encoding import decode_at_rest
 from torchrelay.sources.connection import Answered, Host
 

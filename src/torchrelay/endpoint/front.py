@@ -9,11 +9,11 @@ from typing import Any, Literal
 from torchrelay.coordination.coordinator import Coordinator
 from torchrelay.deadlines import Deadline, Timeout, seconds_of
 from torchrelay.endpoint.address import Address
-from torchrelay.endpoint.device_slots import check_choice
 from torchrelay.endpoint.encoding import Encoding
-from torchrelay.endpoint.process import ServerProcess
-from torchrelay.endpoint.publish_policy import Policy
-from torchrelay.endpoint.publishing import Publisher
+from torchrelay.endpoint.publish.device_slots import check_choice
+from torchrelay.endpoint.publish.policy import Policy
+from torchrelay.endpoint.publish.publisher import Publisher
+from torchrelay.endpoint.publish.server_process import ServerProcess
 from torchrelay.endpoint.server import messages as m
 from torchrelay.endpoint.server.messages import CONNECTIONS, HOLD_SECONDS, STALL_SECONDS
 from torchrelay.errors import RelayError, UsageError

@@ -16,7 +16,7 @@ from torchrelay.checkpointer.loader import Loader
 from torchrelay.coordination.coordinator import Coordinator
 from torchrelay.deadlines import Deadline, Timeout
 from torchrelay.endpoint.pull_options import PullOptions, check_options, load_request, wants_gpu
-from torchrelay.endpoint.seeding import SeedingSource
+from torchrelay.endpoint.reshare.seeding import SeedingSource
 from torchrelay.errors import RelayError, StorageTimeoutError, TransferTimeoutError, UsageError
 from torchrelay.memory.pool import Pool, Pooled, usual_limit
 from torchrelay.results import Loaded, Outcome, Peer

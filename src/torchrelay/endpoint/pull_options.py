@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import TypedDict
+from typing import Any, TypedDict
 
 import torch
 
@@ -42,17 +42,9 @@ def check_options(options: PullOptions) -> None:
 
 
 def load_request(into: object, step: int | None, options: PullOptions) -> LoadRequest:
-    """The request for a loader."""
-    return LoadRequest.of(
-        into,
-        step,
-        strict=options.get("strict", True),
-        key=options.get("key"),
-        include=options.get("include", ()),
-        atomic=options.get("atomic", True),
-        device=options.get("device"),
-        progress=options.get("progress"),
-    )
+    """The request for a loader, which compares digests whatever `verify` says."""
+    given: dict[str, Any] = {key: value for key, value in options.items() if key != "verify"}
+    return LoadRequest.of(into, step, **given)
 
 
 def wants_gpu(into: object, options: PullOptions) -> bool:

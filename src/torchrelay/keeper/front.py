@@ -11,7 +11,7 @@ import msgspec
 from torchrelay.coordination.coordinator import Coordinator
 from torchrelay.deadlines import Deadline, Timeout, seconds_of
 from torchrelay.endpoint.address import Address
-from torchrelay.endpoint.publishing import Publisher
+from torchrelay.endpoint.publish.publisher import Publisher
 from torchrelay.endpoint.server import messages as m
 from torchrelay.errors import EndpointError, UsageError
 from torchrelay.keeper.policy import KeeperPolicy, LentSlot

@@ -10,9 +10,9 @@ import msgspec
 
 from torchrelay.coordination.messages import decoded
 from torchrelay.deadlines import Deadline
-from torchrelay.endpoint.process import ServerLink
-from torchrelay.endpoint.publish_policy import Policy
-from torchrelay.endpoint.publishing import StagedStep
+from torchrelay.endpoint.publish.policy import Policy
+from torchrelay.endpoint.publish.publisher import StagedStep
+from torchrelay.endpoint.publish.server_process import ServerLink
 from torchrelay.endpoint.server import messages as m
 from torchrelay.errors import EndpointError
 from torchrelay.keeper.choice import check_budget, choose

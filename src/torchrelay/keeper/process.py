@@ -12,9 +12,9 @@ from typing import Any, NamedTuple
 import msgspec
 
 from torchrelay.deadlines import Deadline
-from torchrelay.endpoint.process import START_SECONDS, ServerLink
+from torchrelay.endpoint.publish.server_process import START_SECONDS, ServerLink
 from torchrelay.endpoint.server import messages as m
-from torchrelay.endpoint.server.admission import user_of
+from torchrelay.endpoint.server.http.admission import user_of
 from torchrelay.errors import EndpointError, UsageError
 from torchrelay.keeper.server import messages as k
 from torchrelay.stores.writer.child_process import ChildProcess, launch

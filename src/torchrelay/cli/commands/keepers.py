@@ -10,7 +10,7 @@ import typer
 from torchrelay.cli.access import CERTFILE, KEYFILE, given
 from torchrelay.cli.output import JSON, fail, plain, print_json, size
 from torchrelay.endpoint.address import Address
-from torchrelay.endpoint.process import START_SECONDS
+from torchrelay.endpoint.publish.server_process import START_SECONDS
 from torchrelay.errors import EndpointError, UsageError
 from torchrelay.keeper import process
 from torchrelay.keeper.server import messages as k

@@ -5,22 +5,16 @@ A server admits a request by its own rules, and passes it on to here.
 
 from __future__ import annotations
 
-import re
 import threading
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
-import msgspec
-
 from torchrelay.endpoint.page import PAGE, watch_page
 from torchrelay.endpoint.page.data import WatchedSteps, changes, settle, tree, values
-from torchrelay.endpoint.server.http import Response
-from torchrelay.endpoint.server.requests import Request
+from torchrelay.endpoint.server.http.connections import FRESH, Response
+from torchrelay.endpoint.server.http.requests import Refusal, Request
 from torchrelay.errors import RelayError
-
-FRESH = {"Cache-Control": "no-store"}
-_STEP = re.compile(r"[0-9]{1,19}")
 
 
 class PageAnswers:
@@ -50,7 +44,7 @@ class PageAnswers:
             return _refused(400, str(fault))
         except (RelayError, OSError) as fault:
             return _refused(503, str(fault))
-        return Response(200, msgspec.json.encode(found), "application/json", FRESH)
+        return Response.json(found)
 
     def _changes(self, request: Request) -> dict[str, Any]:
         steps = _step(request, "before"), _step(request, "after")
@@ -68,9 +62,9 @@ class PageAnswers:
 
 
 def _step(request: Request, name: str) -> int:
-    if not _STEP.fullmatch(request.field(name)):
-        raise ValueError(f"{name} must be the number of a step")
-    return int(request.field(name))
+    if (found := request.number(name)) is None:
+        raise Refusal(400, f"{name} must be a number")
+    return found
 
 
 def _refused(status: int, text: str) -> Response:

@@ -6,16 +6,14 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-import msgspec
-
 from torchrelay.endpoint.address import Address
 from torchrelay.endpoint.page import PAGE, PATHS
-from torchrelay.endpoint.page.answers import FRESH, PageAnswers
+from torchrelay.endpoint.page.answers import PageAnswers
 from torchrelay.endpoint.page.data import WatchedSteps
-from torchrelay.endpoint.server.accepting import Acceptor, listen_at
-from torchrelay.endpoint.server.admission import refusal
-from torchrelay.endpoint.server.http import HttpConnection, HttpServer, Response
-from torchrelay.endpoint.server.requests import Refusal, Request
+from torchrelay.endpoint.server.http.accepting import Acceptor, listen_at
+from torchrelay.endpoint.server.http.admission import refusal
+from torchrelay.endpoint.server.http.connections import HttpConnection, HttpServer, Response
+from torchrelay.endpoint.server.http.requests import Refusal, Request
 
 CONNECTIONS = 64
 STALL_SECONDS = 10.0
@@ -42,18 +40,18 @@ class PageSite:
         self.url = f"http://{address.shown}:{listener.getsockname()[1]}"
         self.close = Acceptor(listener, server.serve).close
 
-    def _answer(self, request: Request, line: HttpConnection) -> Response:
+    def _answer(self, request: Request, connection: HttpConnection) -> Response:
         is_page = request.path == PAGE and self._token is not None
-        why = "" if is_page else refusal(request.headers, self._token, line.is_own)
+        why = "" if is_page else refusal(request.headers, self._token, connection.is_own)
         if why:
             raise Refusal(401, why)
-        line.admitted = True
+        connection.admitted = True
         if request.method not in ("GET", "HEAD"):
             raise Refusal(405, "this page takes GET")
         if request.path == "/status.json":
             with self._turn:
                 found = self._status()
-            return Response(200, msgspec.json.encode(found), "application/json", FRESH)
+            return Response.json(found)
         if request.path not in (PAGE, *PATHS):
             raise Refusal(404, "nothing is here")
         return self._answers.answer(request)

@@ -4,18 +4,32 @@ from __future__ import annotations
 
 import re
 import secrets
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing
+from collections.abc import Callable, Iterator
+from contextlib import closing, nullcontext
+from functools import partial
 from typing import TYPE_CHECKING, Annotated, NamedTuple, TypeVar
 
 import msgspec
 import xxhash
 
 from torchrelay.endpoint.page import PAGE, PATHS
-from torchrelay.endpoint.server import admission
-from torchrelay.endpoint.server.http import Handler, HttpConnection, Response, SlowReader, Span
+from torchrelay.endpoint.server.http import admission
+from torchrelay.endpoint.server.http.connections import (
+    FRESH,
+    Handler,
+    HttpConnection,
+    Response,
+    SlowReader,
+    Span,
+)
+from torchrelay.endpoint.server.http.requests import (
+    BODY_BYTES,
+    ByteRange,
+    Refusal,
+    Request,
+    byte_range,
+)
 from torchrelay.endpoint.server.messages import SeedAnnouncement, SeedAnswer
-from torchrelay.endpoint.server.requests import BODY_BYTES, ByteRange, Refusal, Request, byte_range
 from torchrelay.endpoint.server.service import Service
 from torchrelay.endpoint.server.snapshots import ServedSnapshot
 from torchrelay.endpoint.server.status import metrics, status
@@ -28,16 +42,13 @@ from torchrelay.sources.lent_memory import LocalFacts
 
 if TYPE_CHECKING:
     from torchrelay.endpoint.page.answers import PageAnswers
-    from torchrelay.endpoint.server.whole_file import WholeFile
 
 READER = re.compile(r"[A-Za-z0-9]{16,64}")
 MAX_WAIT = 60.0  # seconds that a request waits for a newer step
 STEP_SECONDS = 30.0  # for a step that is being published
 CHUNK_SECONDS = 2.0  # for chunks that are on their way here
 MAX_PATTERNS, MAX_PATTERN = 16, 200
-FILES_KEPT = 8  # headers of whole files
 PARTS, PARTS_BODY = "/parts", 4 << 20  # a request for parts has many runs
-FRESH = {"Cache-Control": "no-store"}
 
 Said = TypeVar("Said", bound=msgspec.Struct)
 Pieces = Iterator[bytes | memoryview | Span]
@@ -52,17 +63,15 @@ class Ending(msgspec.Struct):
 
 
 class _Bytes(NamedTuple):
-    """An answer with bytes of a step; `length` is None where that is not known before."""
+    """An answer with bytes of a step, for a transfer of a `kind` with `total` bytes. Without an
+    `extent`, its length is not known before."""
 
-    status: int
-    length: int | None
+    snapshot: ServedSnapshot
+    kind: str
+    total: int
+    extent: ByteRange | None
     headers: dict[str, str]
     pieces: Callable[[], Pieces]
-
-    @classmethod
-    def of(cls, extent: ByteRange, etag: str, pieces: Callable[[], Pieces]) -> _Bytes:
-        status, length = 206 if extent.partial else 200, extent.stop - extent.start
-        return cls(status, length, extent.headers(etag), pieces)
 
 
 class App:
@@ -71,71 +80,69 @@ class App:
     def __init__(self, service: Service) -> None:
         self.service = service
         self._page_answers: PageAnswers | None = None  # once the page was asked for
-        self._files: dict[tuple[str, tuple[str, ...]], WholeFile] = {}
-        # Short answers, which are made with the lock held.
+        # By path, with the method. Short answers are made with the lock held.
         self._short: dict[str, tuple[str, Handler]] = {
-            "/healthz": ("GET", lambda request, line: Response(body=b"ok\n")),
+            "/healthz": ("GET", lambda *_: Response(body=b"ok\n")),
             "/steps.json": ("GET", self._steps),
             "/record": ("GET", self._record),
             "/places.json": ("GET", self._places),
-            "/local.json": ("GET", lambda request, line: _json(self._local_facts())),
+            "/local.json": ("GET", lambda *_: Response.json(LocalFacts(machine(), service.socket))),
             "/seeds": ("POST", self._seeds),
-            "/status.json": ("GET", lambda request, line: _json(status(service))),
-            "/metrics": ("GET", lambda request, line: Response(body=metrics(service).encode())),
+            "/readers/": ("POST", self._reader_ends),
+            "/status.json": ("GET", lambda *_: Response.json(status(service))),
+            "/metrics": ("GET", lambda *_: Response(body=metrics(service).encode())),
         }
-        self._long: dict[str, Handler] = {
-            "/model.safetensors": self._file,
-            PARTS: self._parts,
-            **dict.fromkeys((PAGE, *PATHS), self._page),
+        self._long: dict[str, tuple[str, Handler]] = {
+            "/volumes/": ("GET", self._volume),
+            "/model.safetensors": ("GET", self._file),
+            PARTS: ("POST", self._parts),
+            **dict.fromkeys((PAGE, *PATHS), ("GET", self._page)),
         }
 
-    def expect(self, request: Request, line: HttpConnection) -> None:
-        """Refuse a request whose body is too long, or comes from a client that may not ask."""
-        if request.path == PARTS and request.length > BODY_BYTES:
-            self._admit(request, line)
-            request.check_body(PARTS_BODY)
-        else:
-            request.check_body()
+    def body_limit(self, request: Request, connection: HttpConnection) -> int:
+        """The most bytes of a body. Long ones are taken from clients that may ask alone."""
+        if request.path != PARTS or request.length <= BODY_BYTES:
+            return BODY_BYTES
+        self._admit(request, connection)
+        return PARTS_BODY
 
-    def answer(self, request: Request, line: HttpConnection) -> Response | None:
+    def answer(self, request: Request, connection: HttpConnection) -> Response | None:
         """The answer to a request; None where it was sent already."""
-        self._admit(request, line)
+        self._admit(request, connection)
         path = request.path
-        if path in self._short or path.startswith("/readers/"):
-            allowed, act = self._short.get(path, ("POST", self._reader_ends))
-            _check_method(request, allowed)
-            with self.service.lock:
-                return act(request, line)
-        if path not in self._long and not path.startswith("/volumes/"):
+        for prefix in ("/readers/", "/volumes/"):
+            path = prefix if path.startswith(prefix) else path
+        is_short = path in self._short
+        if not is_short and path not in self._long:
             raise Refusal(404, "nothing is here: docs/http.md lists what can be asked for")
-        _check_method(request, "POST" if path == PARTS else "GET")
-        return self._long.get(path, self._volume)(request, line)
+        allowed, act = self._short[path] if is_short else self._long[path]
+        if request.method != allowed and (request.method, allowed) != ("HEAD", "GET"):
+            raise Refusal(405, f"this path takes {allowed}")
+        with self.service.lock if is_short else nullcontext():
+            return act(request, connection)
 
-    def _admit(self, request: Request, line: HttpConnection) -> None:
+    def _admit(self, request: Request, connection: HttpConnection) -> None:
         # The page holds nothing of the state; a browser cannot send a token to get it.
         token = self.service.access.token
         open_to_all = ("/healthz",) if token is None else ("/healthz", PAGE)
         if request.path in open_to_all:
             return
-        if why := admission.refusal(request.headers, token, line.is_own):
+        if why := admission.refusal(request.headers, token, connection.is_own):
             self.service.transfers.refused["token"] += 1
             raise Refusal(401, why)
-        line.admitted = True
+        connection.admitted = True
 
     # Steps.
 
-    def _steps(self, request: Request, line: HttpConnection) -> Response:
+    def _steps(self, request: Request, connection: HttpConnection) -> Response:
         above = request.number("newer_than")
+        service, snapshots = self.service, self.service.snapshots
         if above is not None:
             wait = min((request.number("wait_ms") or 0) / 1000, MAX_WAIT)
-            self.service.until(lambda: self._newest_step() > above, wait)
+            service.until(lambda: any(one.step > above for one in snapshots.listed[-1:]), wait)
         else:
-            self.service.until(lambda: not self.service.pending, STEP_SECONDS)
-        return _json({"steps": [snapshot.facts() for snapshot in self.service.snapshots.listed]})
-
-    def _newest_step(self) -> int:
-        newest = self.service.snapshots.newest
-        return -1 if newest is None else newest.step
+            service.until(lambda: not service.pending, STEP_SECONDS)
+        return Response.json({"steps": [snapshot.facts() for snapshot in snapshots.listed]})
 
     def _asked_for(self, request: Request) -> ServedSnapshot:
         """The step that a request names, or the newest."""
@@ -159,40 +166,39 @@ class App:
             raise Refusal(410, "that step is gone, or was never here: ask for the newest")
         return found
 
-    def _record(self, request: Request, line: HttpConnection) -> Response:
+    def _record(self, request: Request, connection: HttpConnection) -> Response:
         snapshot = self._asked_for(request)
         if "torchrelay-reader" in request.headers:  # it comes back for the volumes: keep them
-            self._transfer(request, line, snapshot, "http", snapshot.nbytes)
+            self._transfer(request, connection, snapshot, "http", snapshot.nbytes)
         headers = {"ETag": f'"{snapshot.etag}"', "Torchrelay-Snapshot": snapshot.id}
         return Response(body=snapshot.record, kind="application/json", headers=headers)
 
-    def _places(self, request: Request, line: HttpConnection) -> Response:
+    def _places(self, request: Request, connection: HttpConnection) -> Response:
         snapshot = self._by_id(request.field("snapshot"))
         volumes = {
             # An empty text stands for the URL that was asked, by whichever name that was.
             volume.name: ["" if snapshot.place(volume.name) else snapshot.ranks[place]]
             for volume, place in zip(snapshot.order, snapshot.places, strict=True)
         }
-        return _json({"step": snapshot.step, "snapshot": snapshot.id, "volumes": volumes})
+        return Response.json({"step": snapshot.step, "snapshot": snapshot.id, "volumes": volumes})
 
-    def _local_facts(self) -> LocalFacts:
-        return LocalFacts(machine(), self.service.socket)
-
-    def _seeds(self, request: Request, line: HttpConnection) -> Response:
+    def _seeds(self, request: Request, connection: HttpConnection) -> Response:
         """A puller says where it serves what it has, and learns of the others."""
         said = _body(request, SeedAnnouncement, '{"url": "http://HOST:PORT", "snapshot": "ID"}')
         try:
             place = ServerUrl.parse(said.url)
         except UsageError as fault:
             raise Refusal(400, fault.message) from None
-        if place.host != line.remote:
+        if place.host != connection.remote:
             raise Refusal(400, "a seed is named by the address that it asks from")
         if self.service.access.tls and place.scheme != "https":
             raise Refusal(400, "a seed of an https endpoint serves by https")
         snapshot = self._by_id(said.snapshot)
-        return _json(SeedAnswer(self.service.announce(place.url, snapshot.id), snapshot.complete))
+        return Response.json(
+            SeedAnswer(self.service.announce(place.url, snapshot.id), snapshot.complete)
+        )
 
-    def _reader_ends(self, request: Request, line: HttpConnection) -> Response:
+    def _reader_ends(self, request: Request, connection: HttpConnection) -> Response:
         said = _body(request, Ending, '{"outcome": "done"} or "failed", with "reason"')
         for transfer in self.service.transfers.by_reader(request.path.removeprefix("/readers/")):
             if transfer.kind == "mapped":
@@ -203,7 +209,7 @@ class App:
 
     # Bytes.
 
-    def _volume(self, request: Request, line: HttpConnection) -> None:
+    def _volume(self, request: Request, connection: HttpConnection) -> None:
         parts = request.path.split("/")
         if len(parts) != 4:
             raise Refusal(404, "volumes are asked for as /volumes/SNAPSHOT/NAME")
@@ -220,12 +226,13 @@ class App:
         def pieces() -> Pieces:
             return filter(None, [snapshot.span(name, extent.start, extent.stop)])
 
-        answer = _Bytes.of(extent, snapshot.etag, pieces)
-        self._send(request, line, snapshot, "http", snapshot.nbytes, answer)
+        headers = extent.headers(snapshot.etag)
+        answer = _Bytes(snapshot, "http", snapshot.nbytes, extent, headers, pieces)
+        self._send(request, connection, answer)
 
-    def _parts(self, request: Request, line: HttpConnection) -> None:
+    def _parts(self, request: Request, connection: HttpConnection) -> None:
         # Imported for this alone: numpy takes as much memory as the server itself.
-        from torchrelay.endpoint.server.parts import wanted_parts
+        from torchrelay.endpoint.server.updates.parts import wanted_parts
         from torchrelay.parts.runs import decode_request
         from torchrelay.parts.stream import part_stream
 
@@ -236,19 +243,25 @@ class App:
         except RemoteProtocolError as fault:
             raise Refusal(400, fault.message) from None
 
-        def pieces() -> Pieces:
-            return part_stream(wanted.opened())
-
         headers = {"Content-Type": "application/octet-stream", **FRESH}
-        answer = _Bytes(200, None, headers, pieces)
-        self._send(request, line, snapshot, "http", snapshot.nbytes, answer)
+        sent = partial(part_stream, wanted)
+        self._send(
+            request, connection, _Bytes(snapshot, "http", snapshot.nbytes, None, headers, sent)
+        )
 
-    def _file(self, request: Request, line: HttpConnection) -> Response | None:
+    def _file(self, request: Request, connection: HttpConnection) -> Response | None:
         patterns = request.query.get("include", [])
         if len(patterns) > MAX_PATTERNS or any(len(one) > MAX_PATTERN for one in patterns):
             raise Refusal(400, f"give at most {MAX_PATTERNS} patterns of {MAX_PATTERN} characters")
+        # Imported for this alone: what reads a record takes as much memory as the server itself.
+        from torchrelay.endpoint.server.whole_file import whole_file
+
         snapshot = self._asked_for(request)
-        file = self._whole_file(snapshot, patterns)
+        if not snapshot.tensors:
+            raise Refusal(404, "a seed has the volumes of a step: ask the endpoint for its file")
+        file = whole_file(snapshot.record, tuple(patterns), snapshot.id)
+        if not file.contents.tensors:
+            raise Refusal(404, "no tensor has a name like that: the record lists the names")
         digest = xxhash.xxh3_64_hexdigest("\n".join(patterns).encode("utf-8", "replace"))
         etag = snapshot.etag + (f"-{digest}" if patterns else "")
         if f'"{etag}"' in request.headers.get("if-none-match", ""):
@@ -261,28 +274,9 @@ class App:
             with closing(reader):
                 yield from file.pieces(reader, extent.start, extent.stop)
 
-        answer = _Bytes.of(extent, etag, pieces)
-        self._send(request, line, snapshot, "file", file.nbytes, answer)
+        answer = _Bytes(snapshot, "file", file.nbytes, extent, extent.headers(etag), pieces)
+        self._send(request, connection, answer)
         return None
-
-    def _whole_file(self, snapshot: ServedSnapshot, patterns: Sequence[str]) -> WholeFile:
-        # Imported for this alone: what reads a record takes as much memory as the server itself.
-        from torchrelay.endpoint.server.whole_file import WholeFile
-
-        if not snapshot.tensors:
-            raise Refusal(404, "a seed has the volumes of a step: ask the endpoint for its file")
-        key = snapshot.id, tuple(patterns)
-        found = self._files.get(key)
-        if found is None:
-            metadata = {"step": str(snapshot.step), "snapshot": snapshot.id}
-            found = WholeFile(snapshot.record, patterns, metadata)
-            if not found.contents.tensors:
-                raise Refusal(404, "no tensor has a name like that: the record lists the names")
-            with self.service.lock:
-                while len(self._files) >= FILES_KEPT:
-                    self._files.pop(next(iter(self._files)))
-                self._files[key] = found
-        return found
 
     def _extent(self, request: Request, nbytes: int, etag: str) -> ByteRange:
         try:
@@ -294,7 +288,7 @@ class App:
     def _transfer(
         self,
         request: Request,
-        line: HttpConnection,
+        connection: HttpConnection,
         snapshot: ServedSnapshot,
         kind: str,
         total: int,
@@ -304,32 +298,27 @@ class App:
             raise Refusal(400, "Torchrelay-Reader is 16 to 64 letters and digits")
         name = reader or f"{ONE_REQUEST}{secrets.token_hex(8)}"
         agent = request.headers.get("user-agent", "")
-        found = self.service.transfers.enter(name, line.remote, agent, snapshot, kind, total)
+        found = self.service.transfers.enter(name, connection.remote, agent, snapshot, kind, total)
         if found is None:
             self.service.transfers.refused["limit"] += 1
             raise Refusal(429, "too many readers at once: ask again later")
         return found
 
-    def _send(
-        self,
-        request: Request,
-        line: HttpConnection,
-        snapshot: ServedSnapshot,
-        kind: str,
-        total: int,
-        answer: _Bytes,
-    ) -> None:
+    def _send(self, request: Request, connection: HttpConnection, answer: _Bytes) -> None:
         """Send an answer with bytes, and note how that ended. While it is sent, the memory of the
         snapshot is not taken back."""
+        snapshot, kind, total, extent, headers, pieces = answer
+        status = 206 if extent is not None and extent.partial else 200
+        length = None if extent is None else extent.stop - extent.start
         if request.method == "HEAD":
-            line.send_head(answer.status, answer.length, answer.headers)
+            connection.send_head(status, length, headers)
             return
         service, transfers = self.service, self.service.transfers
         with service.lock:
             self._by_id(snapshot.id)  # it may be gone by now
-            transfer = self._transfer(request, line, snapshot, kind, total)
-            transfer.lines.add(line)
-            given = answer.pieces()
+            transfer = self._transfer(request, connection, snapshot, kind, total)
+            transfer.connections.add(connection)
+            given = pieces()
 
         def moved(nbytes: int) -> None:
             with service.lock:
@@ -337,24 +326,24 @@ class App:
 
         reason = ""
         try:
-            line.send_head(answer.status, answer.length, answer.headers)
-            line.stream(given, moved)
+            connection.send_head(status, length, headers)
+            connection.stream(given, moved)
         except SlowReader:
             reason = f"the reader took no bytes for {service.stall:g} s and was dropped"
             raise
         except (OSError, EndpointError) as fault:
             reason = fault.message if isinstance(fault, EndpointError) else "the reader went away"
-            line.cut()
+            connection.cut()
             raise ConnectionResetError(reason) from fault
         finally:
             with service.lock:
-                transfer.lines.discard(line)
+                transfer.connections.discard(connection)
                 transfer.fault = reason = transfer.cut or reason
-                if transfer.is_one_request:
+                if transfer.reader.startswith(ONE_REQUEST):
                     transfers.end(transfer, "failed" if reason else "done", reason)
-            service.notify()
+                service.notify()
 
-    def _page(self, request: Request, line: HttpConnection) -> Response:
+    def _page(self, request: Request, connection: HttpConnection) -> Response:
         # Imported for the page alone: with numpy it takes as much memory as the server itself.
         from torchrelay.endpoint.page.answers import PageAnswers
         from torchrelay.endpoint.page.served import ServedWatch
@@ -362,15 +351,6 @@ class App:
         if self._page_answers is None:
             self._page_answers = PageAnswers(ServedWatch(self.service))
         return self._page_answers.answer(request)
-
-
-def _check_method(request: Request, allowed: str) -> None:
-    if request.method != allowed and not (allowed == "GET" and request.method == "HEAD"):
-        raise Refusal(405, f"this path takes {allowed}")
-
-
-def _json(facts: object) -> Response:
-    return Response(body=msgspec.json.encode(facts), kind="application/json", headers=FRESH)
 
 
 def _body(request: Request, kind: type[Said], form: str) -> Said:

@@ -6,52 +6,42 @@ process reads. So whatever a lease is of stays as it is until the lease ends.
 
 from __future__ import annotations
 
-from torchrelay.endpoint.server.messages import FinishPublish, ShowDevice
+from collections import Counter
+
+from torchrelay.endpoint.server.messages import FinishPublish, Show
 from torchrelay.sources.lent_memory import DeviceLease
 
 MOST_SLOTS = 3  # the newest step, the next one, and one that a process does not give back
 
 
-class ShownOnDevice:
-    """A step in a slot."""
-
-    def __init__(self, shown: ShowDevice) -> None:
-        self._shown = shown
-        self.slot, self.step, self.snapshot = shown.slot, shown.step, shown.snapshot
-
-    @property
-    def is_listed(self) -> bool:
-        """Whether its record is here, too."""
-        return self._shown.whole is not None
-
-    def lease(self) -> DeviceLease:
-        shown, whole = self._shown, self._shown.whole
-        volumes = {one.name: (one.start, one.nbytes) for one in shown.volumes}
-        lease = DeviceLease(shown.step, shown.snapshot, volumes=volumes, export=shown.export)
-        if whole is not None:
-            lease.record, lease.ranks, lease.places = whole.record, whole.ranks, whole.places
-            lease.state, lease.layout = whole.state, whole.layout
-        return lease
+def lease_of(shown: Show) -> DeviceLease:
+    """The answer to a process that asks for a step in memory of a GPU."""
+    volumes = {one.name: (one.start, one.nbytes) for one in shown.volumes}
+    lease = DeviceLease(shown.step, shown.snapshot, volumes=volumes, export=shown.export)
+    if (whole := shown.whole) is not None:
+        lease.record, lease.ranks, lease.places = whole.record, whole.ranks, whole.places
+        lease.state, lease.layout = whole.state, whole.layout
+    return lease
 
 
 class DeviceSteps:
     """Which slot has which step. To be used with the service's lock held."""
 
     def __init__(self) -> None:
-        self._shown: dict[int, ShownOnDevice] = {}  # by slot
-        self._leases: dict[int, int] = {}  # processes that read each slot
-        self._newest: ShownOnDevice | None = None
+        self._shown: dict[int, Show] = {}  # by slot
+        self._leases = Counter[int]()  # processes that read each slot
+        self._newest: Show | None = None
         self.pending = False  # whether a step is being published: readers of the newest wait
 
     @property
-    def newest(self) -> ShownOnDevice | None:
+    def newest(self) -> Show | None:
         """The newest step, where it is the newest of all and has its record here."""
-        return self._newest if self._newest is not None and self._newest.is_listed else None
+        return self._newest if self._newest is not None and self._newest.whole else None
 
-    def find(self, snapshot: str, step: int | None) -> ShownOnDevice | None:
+    def find(self, snapshot: str, step: int | None) -> Show | None:
         """A step by its id, or else by its number."""
         for one in reversed(self._shown.values()):
-            if one.snapshot == snapshot or (not snapshot and one.step == step and one.is_listed):
+            if one.snapshot == snapshot or (not snapshot and one.step == step and one.whole):
                 return one
         return None
 
@@ -60,14 +50,14 @@ class DeviceSteps:
         newest step stays."""
         kept = -1 if self._newest is None else self._newest.slot
         for slot in range(MOST_SLOTS):
-            if slot != kept and not self._leases.get(slot):
+            if slot != kept and not self._leases[slot]:
                 self._shown.pop(slot, None)
                 return slot
         return -1
 
-    def show(self, shown: ShowDevice) -> None:
-        self._shown.pop(shown.slot, None)
-        self._newest = self._shown[shown.slot] = ShownOnDevice(shown)
+    def show(self, shown: Show) -> None:
+        self._shown.pop(shown.slot, None)  # the last one that is found is the newest
+        self._newest = self._shown[shown.slot] = shown
         self.pending = False
 
     def finish(self, ended: FinishPublish) -> None:
@@ -83,13 +73,8 @@ class DeviceSteps:
         elif not ended.on_device:
             self._newest = None
 
-    def borrow(self, shown: ShownOnDevice) -> None:
-        self._leases[shown.slot] = self._leases.get(shown.slot, 0) + 1
+    def borrow(self, shown: Show) -> None:
+        self._leases[shown.slot] += 1
 
-    def give_back(self, shown: ShownOnDevice) -> None:
+    def give_back(self, shown: Show) -> None:
         self._leases[shown.slot] -= 1
-
-    @property
-    def leases(self) -> int:
-        """How many processes read memory of a GPU now."""
-        return sum(self._leases.values())

@@ -15,8 +15,9 @@ from contextlib import ExitStack, contextmanager, suppress
 
 import msgspec
 
-from torchrelay.endpoint.server.accepting import Acceptor, listen_by_name
-from torchrelay.endpoint.server.admission import user_of
+from torchrelay.endpoint.server.device_steps import lease_of
+from torchrelay.endpoint.server.http.accepting import Acceptor, listen_by_name
+from torchrelay.endpoint.server.http.admission import user_of
 from torchrelay.endpoint.server.service import Service
 from torchrelay.endpoint.server.snapshots import Part
 from torchrelay.sources.lent_memory import (
@@ -62,7 +63,7 @@ class LocalMemory:
                     return
                 with self._lent(request) as parts:
                     if parts:
-                        self._send(sock, parts)
+                        _send(sock, parts)
                         _until_closed(sock)
                         return
                 why = "the step is gone"
@@ -75,7 +76,7 @@ class LocalMemory:
             if shown is None:
                 lease = DeviceLease(why="the step is not in memory of a GPU")
             else:
-                lease = shown.lease()
+                lease = lease_of(shown)
                 service.devices.borrow(shown)
                 service.transfers.mapped += 1
                 self._leases += 1
@@ -96,10 +97,10 @@ class LocalMemory:
         with service.lock:
             snapshot = service.snapshots.by_id(request.snapshot)
             parts = list(snapshot.parts.values()) if snapshot and snapshot.complete else []
-            if snapshot is None or not 0 < len(parts) <= MAX_SLOTS:
+            transfer = None
+            if snapshot is None or len(parts) > MAX_SLOTS:
                 parts = []
-                transfer = None
-            else:
+            if snapshot is not None and parts:
                 total = sum(one.nbytes for part in parts for one in part.volumes.values())
                 reader = (request.reader[:64], "this host", "mapped", snapshot, "mapped", total)
                 transfer = service.transfers.enter(*reader)
@@ -119,19 +120,20 @@ class LocalMemory:
                 if transfer is not None:  # it reports how it ended, or is swept
                     transfer.leases -= 1
 
-    def _send(self, sock: socket.socket, parts: list[Part]) -> None:
-        slots = [
-            LeasedSlot(slot.nbytes, {v.name: (v.start, v.nbytes) for v in volumes.values()})
-            for slot, volumes in parts
-        ]
-        send_frame(sock, msgspec.msgpack.encode(MemoryLease(slots)))
-        with ExitStack() as opened:
-            fds = []
-            for slot, _ in parts:  # opened again for reading alone
-                path = f"/proc/self/fd/{slot.file.fileno()}"
-                fds.append(os.open(path, os.O_RDONLY | os.O_CLOEXEC))
-                opened.callback(os.close, fds[-1])
-            socket.send_fds(sock, [b"m"], fds)
+
+def _send(sock: socket.socket, parts: list[Part]) -> None:
+    slots = [
+        LeasedSlot(slot.nbytes, {v.name: (v.start, v.nbytes) for v in volumes.values()})
+        for slot, volumes in parts
+    ]
+    send_frame(sock, msgspec.msgpack.encode(MemoryLease(slots)))
+    with ExitStack() as opened:
+        fds = []
+        for slot, _ in parts:  # opened again for reading alone
+            path = f"/proc/self/fd/{slot.file.fileno()}"
+            fds.append(os.open(path, os.O_RDONLY | os.O_CLOEXEC))
+            opened.callback(os.close, fds[-1])
+        socket.send_fds(sock, [b"m"], fds)
 
 
 def _until_closed(sock: socket.socket) -> None:

@@ -1,7 +1,7 @@
 """The messages between a process that publishes steps and the server that shows them. No torch.
 
-A publish takes four: `Reserve` memory, `StageSlot` the copy, `Show` it, and `FinishPublish`. One
-that is kept on a GPU has two more: `TakeDevice` memory, and `ShowDevice`, before `StageSlot`.
+A publish takes four: `Reserve` memory, `StageSlot` the copy, `Show` it, and `FinishPublish`. A step
+that is kept on a GPU is shown there first.
 """
 
 from __future__ import annotations
@@ -71,20 +71,23 @@ class Listening(msgspec.Struct, tag="listening"):
 
 class Reserve(msgspec.Struct, tag="reserve"):
     """Memory for a step, which readers of the newest step now wait for. `decision`: for keepers, a
-    `KeeperDecision`. Answered with `Reserved`."""
+    `KeeperDecision`. `on_device`: memory of a GPU, too. Answered with `Reserved`."""
 
     step: int
     nbytes: int
     decision: bytes = b""
+    on_device: bool = False
 
 
 class Reserved(msgspec.Struct, tag="reserved"):
     """A slot that may be written to, or `why` there is none. Memory of slots in `dropped` no longer
-    belongs to the client."""
+    belongs to the client. `device`: the number of a slot on the GPU, which is not lent until it is
+    shown; -1 if none was asked for, or all of them are being read."""
 
     slot: int
     why: str = ""
     dropped: list[int] = []
+    device: int = -1
 
 
 class FoundChanges(msgspec.Struct, array_like=True):
@@ -130,36 +133,15 @@ class StepRecord(msgspec.Struct, array_like=True):
 
 class Show(msgspec.Struct, tag="show"):
     """Volumes of a step can be read from a slot. A server that lists the step also gets the
-    record of all volumes."""
+    record of all volumes. With `export`, the slot is memory of a GPU, which processes of this host
+    can read; another `Show` follows when the bytes are in host memory."""
 
     slot: int
     step: int
     snapshot: str
     volumes: list[Volume]
     whole: StepRecord | None = None
-
-
-class TakeDevice(msgspec.Struct, tag="take device"):
-    """Memory of a GPU for a step. Answered with `DeviceTaken`."""
-
-
-class DeviceTaken(msgspec.Struct, tag="device taken"):
-    """The number of a slot without readers, which is not lent until it is shown; -1 if all of them
-    are being read."""
-
-    slot: int
-
-
-class ShowDevice(msgspec.Struct, tag="show device"):
-    """Volumes of a step can be read from memory of a GPU by processes of this host. `Show` follows
-    when the bytes are in host memory too."""
-
-    slot: int
-    step: int
-    snapshot: str
-    volumes: list[Volume]
-    export: DeviceExport
-    whole: StepRecord | None = None
+    export: DeviceExport | None = None
 
 
 class FinishPublish(msgspec.Struct, tag="finish"):
@@ -206,5 +188,5 @@ class SeedAnswer(msgspec.Struct):
     complete: bool
 
 
-ServerRequest = Listen | Reserve | TakeDevice | ShowDevice | StageSlot | Show | FinishPublish | Tell
-ServerAnswer = Listening | Reserved | DeviceTaken | SlotStaged | StatusText | Obeyed | Refused
+ServerRequest = Listen | Reserve | StageSlot | Show | FinishPublish | Tell
+ServerAnswer = Listening | Reserved | SlotStaged | StatusText | Obeyed | Refused

@@ -71,23 +71,25 @@ class TwoSlots:
         self._newest = 1  # the slot that has the newest step
         self._reserved = 0
 
-    def reserve(self) -> m.Reserved:
+    def reserve(self, on_device: bool) -> m.Reserved:
         service = self._service
         self._reserved = slot = 1 - self._newest
         snapshot = service.snapshots.in_slot(slot)
-        if snapshot is None:
-            service.pending = True
-            return m.Reserved(slot)
-        now, readers = time.monotonic(), service.readers(snapshot)
-        since = now if snapshot.superseded is None else snapshot.superseded
-        if readers and now - since < self._hold:
-            who = ", ".join(sorted({one.address for one in readers})[:4])
-            return m.Reserved(-1, f"step {snapshot.step} is read by {who}")
-        service.pending = snapshot.suspended = True
+        if snapshot is not None:
+            now, readers = time.monotonic(), service.readers(snapshot)
+            since = now if snapshot.superseded is None else snapshot.superseded
+            if readers and now - since < self._hold:
+                who = ", ".join(sorted({one.address for one in readers})[:4])
+                return m.Reserved(-1, f"step {snapshot.step} is read by {who}")
+            snapshot.suspended = True
+        service.pending = service.devices.pending = True
+        if snapshot is not None:
+            service.cut_readers(snapshot)
         # A process that has the memory mapped keeps it, and the trainer takes other memory.
-        mapped = service.snapshots.slots[slot].mapped > 0
-        service.cut_readers(snapshot)
-        return m.Reserved(slot, dropped=[slot] if mapped else [])
+        memory = service.snapshots.slots.get(slot)
+        dropped = [slot] if memory is not None and memory.mapped else []
+        device = service.devices.take() if on_device else -1
+        return m.Reserved(slot, dropped=dropped, device=device)
 
     @property
     def newest(self) -> tuple[int, str] | None:
@@ -100,6 +102,12 @@ class TwoSlots:
         snapshot = self._service.snapshots.in_slot(self._reserved)
         if snapshot is not None:
             self._service.hide(snapshot, self._reserved)
+
+    def show(self, shown: m.Show) -> None:
+        if shown.export is None and self._service.snapshots.by_id(shown.snapshot) is not None:
+            # The same content once more: it stays where its readers have it.
+            shown.slot = self._reserved = self._newest
+        self._service.show(shown)
 
     def finish(self, ended: m.FinishPublish) -> None:
         if not ended.failed and ended.skipped is None:
@@ -132,7 +140,7 @@ class EndpointProgram:
             self._slots = TwoSlots(self._server.service, request.hold)
             if request.history:
                 # Imported for this alone: it needs numpy.
-                from torchrelay.endpoint.server.changes import ChangeHistory
+                from torchrelay.endpoint.server.updates.changes import ChangeHistory
 
                 self._server.service.snapshots.changes = ChangeHistory(request.history)
             return m.Listening(self._server.port)
@@ -145,20 +153,14 @@ class EndpointProgram:
         base: tuple[int, str] | None = None
         with service.lock:
             if isinstance(request, m.Reserve):
-                reserved = slots.reserve()
-                service.devices.pending = service.pending
-                return reserved
-            if isinstance(request, m.TakeDevice):
-                return m.DeviceTaken(service.devices.take())
+                return slots.reserve(request.on_device)
             if isinstance(request, m.Tell):
                 return m.StatusText(msgspec.json.encode(status(service)))
             if isinstance(request, m.StageSlot):
                 slots.take()
                 base = slots.newest
             elif isinstance(request, m.Show):
-                service.show(request)
-            elif isinstance(request, m.ShowDevice):
-                service.show_on_device(request)
+                slots.show(request)
             else:
                 slots.finish(request)
                 service.finish(request)

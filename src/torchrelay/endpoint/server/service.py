@@ -6,9 +6,9 @@ import threading
 import time
 from collections.abc import Callable
 
-from torchrelay.endpoint.server.device_steps import DeviceSteps, ShownOnDevice
-from torchrelay.endpoint.server.http import HttpServer
-from torchrelay.endpoint.server.messages import FinishPublish, Show, ShowDevice
+from torchrelay.endpoint.server.device_steps import DeviceSteps
+from torchrelay.endpoint.server.http.connections import HttpServer
+from torchrelay.endpoint.server.messages import FinishPublish, Show
 from torchrelay.endpoint.server.snapshots import Arrivals, ServedSnapshot, Snapshots
 from torchrelay.endpoint.server.transfers import IDLE_SECONDS, Transfer, Transfers
 from torchrelay.sources.access import Access
@@ -39,9 +39,8 @@ class Service:
         self.pending = False  # whether a step is being published: readers of the newest wait for it
         self.http: HttpServer | None = None
         self.seed_announced: Callable[[str], None] = lambda url: None
-        self._seeds: dict[
-            str, tuple[str, float]
-        ] = {}  # by URL: the snapshot, and when it was heard
+        # By URL: the snapshot, and when it was heard.
+        self._seeds: dict[str, tuple[str, float]] = {}
 
     # Seeds: pullers that pass on what they have.
 
@@ -73,16 +72,14 @@ class Service:
 
     def show(self, shown: Show, arrivals: Arrivals | None = None) -> None:
         with self._changed:
-            self.snapshots.show(shown, arrivals)
-            self.pending = self.pending and shown.whole is None
+            if shown.export is not None:
+                self.devices.show(shown)
+            else:
+                self.snapshots.show(shown, arrivals)
+                self.pending = self.pending and shown.whole is None
             self._changed.notify_all()
 
-    def show_on_device(self, shown: ShowDevice) -> None:
-        with self._changed:
-            self.devices.show(shown)
-            self._changed.notify_all()
-
-    def on_device(self, request: DeviceLeaseRequest) -> ShownOnDevice | None:
+    def on_device(self, request: DeviceLeaseRequest) -> Show | None:
         """The step that a process asks for, if memory of a GPU has it. A request for the newest
         waits for one that is being published."""
         devices = self.devices
@@ -120,7 +117,7 @@ class Service:
                 one
                 for one in self.transfers.of(snapshot)
                 if one.kind != "mapped"
-                and now - one.seen < (self.stall if one.lines else IDLE_SECONDS)
+                and now - one.seen < (self.stall if one.connections else IDLE_SECONDS)
             ]
 
     def hide(self, snapshot: ServedSnapshot, number: int) -> None:
@@ -135,7 +132,7 @@ class Service:
             cut = [one for one in self.transfers.of(snapshot) if one.kind != "mapped"]
             for one in cut:
                 one.cut = f"step {snapshot.step} was replaced before the reader had taken it"
-                for line in one.lines:
-                    line.cut()
+                for connection in one.connections:
+                    connection.cut()
                 self.transfers.end(one, "failed", one.cut)
-            self.until(lambda: not any(one.lines for one in cut), _CUT_SECONDS)
+            self.until(lambda: not any(one.connections for one in cut), _CUT_SECONDS)

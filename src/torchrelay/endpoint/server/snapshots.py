@@ -12,13 +12,13 @@ from typing import TYPE_CHECKING, BinaryIO, NamedTuple
 
 import xxhash
 
-from torchrelay.endpoint.server.http import Span
+from torchrelay.endpoint.server.http.connections import Span
 from torchrelay.endpoint.server.messages import Show, Volume
 from torchrelay.geometry import DIGEST_BYTES
 from torchrelay.memory.crew import share_out
 
 if TYPE_CHECKING:  # numpy takes as much memory as the server itself
-    from torchrelay.endpoint.server.changes import ChangeHistory
+    from torchrelay.endpoint.server.updates.changes import ChangeHistory
 
 HASHERS = 2  # threads: the trainer's own go first
 

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import threading
 
-from torchrelay.endpoint.server.accepting import Acceptor, listen_at
 from torchrelay.endpoint.server.app import App
-from torchrelay.endpoint.server.http import HttpServer
+from torchrelay.endpoint.server.http.accepting import Acceptor, listen_at
+from torchrelay.endpoint.server.http.connections import HttpServer
 from torchrelay.endpoint.server.local_memory import LocalMemory
 from torchrelay.endpoint.server.messages import Listen
 from torchrelay.endpoint.server.service import Service
@@ -37,7 +37,7 @@ class StepServer:
             connections=listen.connections,
             stall=listen.stall,
             context=access.server_context(),
-            expect=app.expect,
+            body_limit=app.body_limit,
         )
         self._memory = LocalMemory(self.service) if lends else None
         self.service.socket = "" if self._memory is None else self._memory.name

@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from torchrelay.endpoint.server.http import HttpConnection
+from torchrelay.endpoint.server.http.connections import HttpConnection
 from torchrelay.endpoint.server.messages import FinishPublish
 from torchrelay.endpoint.server.snapshots import ServedSnapshot
 
@@ -32,21 +32,11 @@ class Transfer:
     begun: float = field(default_factory=time.time)
     bytes: int = 0
     seen: float = field(default_factory=time.monotonic)  # when it last asked, or bytes went out
-    lines: set[HttpConnection] = field(default_factory=set)  # that answers are on their way by
+    connections: set[HttpConnection] = field(default_factory=set)  # that answers are sent by
     leases: int = 0  # of memory that it has mapped
     cut: str = ""  # why its answers were ended
     fault: str = ""  # why the last of them failed
     samples: deque[tuple[float, int]] = field(default_factory=lambda: deque(maxlen=64))
-
-    @property
-    def is_one_request(self) -> bool:
-        return self.reader.startswith(ONE_REQUEST)
-
-    def moved(self, nbytes: int) -> None:
-        self.bytes += nbytes
-        self.seen = now = time.monotonic()
-        if not self.samples or now - self.samples[-1][0] > RATE_SECONDS / 32:
-            self.samples.append((now, self.bytes))
 
     @property
     def rate(self) -> float:
@@ -97,8 +87,11 @@ class Transfers:
         return found
 
     def moved(self, transfer: Transfer, nbytes: int) -> None:
-        transfer.moved(nbytes)
         self.sent_bytes += nbytes
+        transfer.bytes += nbytes
+        transfer.seen = now = time.monotonic()
+        if not transfer.samples or now - transfer.samples[-1][0] > RATE_SECONDS / 32:
+            transfer.samples.append((now, transfer.bytes))
 
     def end(self, transfer: Transfer, outcome: str, reason: str = "") -> None:
         if self.active.pop((transfer.reader, transfer.snapshot.id), None) is None:
@@ -117,7 +110,7 @@ class Transfers:
         """End transfers of readers that went away without a message."""
         now = time.monotonic()
         for one in list(self.active.values()):
-            if not one.lines and not one.leases and now - one.seen > IDLE_SECONDS:
+            if not one.connections and not one.leases and now - one.seen > IDLE_SECONDS:
                 self.end(one, "failed", one.fault or "the reader went away without a message")
 
     def note_publish(self, ended: FinishPublish) -> None:

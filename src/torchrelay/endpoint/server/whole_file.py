@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
+from functools import lru_cache
 from itertools import accumulate
 from math import prod
 from typing import NamedTuple
@@ -23,6 +24,7 @@ from torchrelay.record.encoding import decode_at_rest
 from torchrelay.stores.safetensors import HeaderEntry, described, header, tensors_of
 
 COPY_BYTES = 1 << 20  # of this server's memory, at once
+FILES_KEPT = 8  # headers
 REMOTE_BYTES = 4 << 20  # of other servers' volumes, and of tensors that are put together
 
 
@@ -37,8 +39,9 @@ class Run(NamedTuple):
 class WholeFile:
     """The file of a step's tensors whose names match one of the patterns; of all, without any."""
 
-    def __init__(self, data: bytes, patterns: Sequence[str], metadata: dict[str, str]) -> None:
+    def __init__(self, data: bytes, patterns: Sequence[str], snapshot: str) -> None:
         record = decode_at_rest(data)
+        metadata = {"step": str(record.step), "snapshot": snapshot}
         tensors = [one for one in tensors_of(record) if not patterns or matches(one.name, patterns)]
         # In descending order of item size each is aligned without holes.
         tensors.sort(key=lambda tensor: -itemsize(tensor.dtype))
@@ -83,6 +86,9 @@ class WholeFile:
             for piece in _bytes(reader, part, at - begin, stop - begin) if at < stop else ():
                 yield piece
                 at += len(piece)
+
+
+whole_file = lru_cache(FILES_KEPT)(WholeFile)  # a reader may ask for many ranges of one
 
 
 def _bytes(

@@ -21,8 +21,8 @@ from dataclasses import replace
 import msgspec
 
 from torchrelay.endpoint.server import messages as m
-from torchrelay.endpoint.server.accepting import Acceptor, listen_by_name
-from torchrelay.endpoint.server.admission import user_of
+from torchrelay.endpoint.server.http.accepting import Acceptor, listen_by_name
+from torchrelay.endpoint.server.http.admission import user_of
 from torchrelay.endpoint.server.program import descriptor_of, obey, stage
 from torchrelay.endpoint.server.status import status
 from torchrelay.endpoint.server.step_server import StepServer

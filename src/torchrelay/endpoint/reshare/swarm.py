@@ -18,7 +18,7 @@ import msgspec
 import numpy as np
 
 from torchrelay.deadlines import Deadline
-from torchrelay.endpoint.seed import Seed
+from torchrelay.endpoint.reshare.seed import Seed
 from torchrelay.endpoint.server.messages import SeedAnnouncement, SeedAnswer
 from torchrelay.errors import EndpointError, TransferTimeoutError, UsageError
 from torchrelay.memory.crew import Crew, share_out
@@ -101,7 +101,6 @@ class Swarm:
         self,
         origin: Host,
         remote: RemoteStep,
-        *,
         connect: Callable[[str], Host],
         deadline: Deadline,
         progress: Callable[[int], None],
@@ -160,8 +159,7 @@ class Swarm:
 
     def meet(self, url: str) -> None:
         """Another puller has announced itself here."""
-        one = self._learn(url)
-        if one is not None:
+        if (one := self._learn(url)) is not None:
             with self._changed:
                 one.answered = True
                 self._changed.notify_all()

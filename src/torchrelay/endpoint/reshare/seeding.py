@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import TypeGuard
 
 from torchrelay.deadlines import Deadline
-from torchrelay.endpoint.seed import Seed
-from torchrelay.endpoint.swarm import Swarm
+from torchrelay.endpoint.reshare.seed import Seed
+from torchrelay.endpoint.reshare.swarm import Swarm
 from torchrelay.errors import UsageError
 from torchrelay.progress import Bar, ProgressCallback
 from torchrelay.record.schema import Record
@@ -63,26 +64,14 @@ class SeedingSource:
         if isinstance(endpoint, PeerSource):
             assert endpoint.endpoint is not None
             endpoint = endpoint.endpoint
-        return self._fetched(endpoint, remote, step, deadline)
-
-    def _fetched(
-        self, endpoint: EndpointSource, remote: RemoteStep, step: int, deadline: Deadline
-    ) -> SeededStep:
         origin = next(host for host in endpoint.hosts if host.url not in endpoint.failed)
         access = endpoint.access if origin.tls else Access(token=endpoint.access.secret())
         self.close()
-        bar = Bar(self._progress, remote.record.volume_bytes)
-        self.swarm = swarm = Swarm(
-            origin,
-            remote,
-            connect=lambda url: endpoint.host(url, like=origin),
-            deadline=deadline,
-            progress=bar.add,
-        )
+        progress = Bar(self._progress, remote.record.volume_bytes).add
+        connect = partial(endpoint.host, like=origin)
+        self.swarm = swarm = Swarm(origin, remote, connect, deadline, progress)
         files = remote.record.volumes
-        self.seed = seed = Seed(
-            origin.address, access, files, expects=swarm.expects, met=swarm.meet
-        )
+        self.seed = seed = Seed(origin.address, access, files, swarm.expects, swarm.meet)
         seed.show(step, remote.snapshot, remote.manifest())
         swarm.run(seed)
         return SeededStep(seed, remote)

@@ -19,7 +19,9 @@ def refusal(headers: Mapping[str, str], token: str | None, is_own: Callable[[], 
     """Why a client may not read here, or nothing. `is_own`: whether the other end of the connection
     belongs to this user."""
     if token is not None:
-        if has_token(headers, token):
+        kind, _, given = headers.get("authorization", "").partition(" ")
+        known, said = token.encode(), given.strip().encode("utf-8", "surrogateescape")
+        if hmac.compare_digest(said, known) and kind.lower() == "bearer":
             return ""
         return "this endpoint needs its token: Authorization: Bearer TOKEN"
     if not is_plain_host(headers.get("host", "")):
@@ -27,12 +29,6 @@ def refusal(headers: Mapping[str, str], token: str | None, is_own: Callable[[], 
     if not is_own():
         return "without a token, only the user who serves may read: give a token"
     return ""
-
-
-def has_token(headers: Mapping[str, str], token: str) -> bool:
-    kind, _, given = headers.get("authorization", "").partition(" ")
-    same = hmac.compare_digest(given.strip().encode("utf-8", "surrogateescape"), token.encode())
-    return same and kind.lower() == "bearer"
 
 
 def is_own_user(sock: socket.socket) -> bool:

@@ -37,7 +37,6 @@ class Seed:
         host: str,
         access: Access,
         files: Sequence[VolumeRecord],
-        *,
         expects: Callable[[int], bool] = lambda chunk: False,
         met: Callable[[str], None] = lambda url: None,
     ) -> None:
@@ -46,7 +45,7 @@ class Seed:
         self._owner = Owner("Seed")
         self.closed = threading.Event()
         self._volumes, nbytes = laid_out(files)
-        self._starts = {volume.name: volume.start for volume in self._volumes}
+        self._by_name = {volume.name: volume for volume in self._volumes}
         self._arrivals = Arrivals(sum(one.chunks for one in self._volumes), expects)
         self._arena = Arena(nbytes, populate=False)
         # Views of it keep it: bytes that are on their way when the seed is closed have a place.
@@ -59,10 +58,6 @@ class Seed:
     def url(self) -> str:
         """Where it serves, once it does."""
         return "" if self._server is None else self._server.service.url
-
-    @property
-    def fd(self) -> int:
-        return self._arena.fd
 
     def show(self, step: int, snapshot: str, record: bytes) -> None:
         """Serve what is here of a step, from now on."""
@@ -77,7 +72,7 @@ class Seed:
 
     def space(self, name: str, start: int, stop: int) -> memoryview:
         """Memory for bytes that arrive; `MemoryError` where the system has no more."""
-        at = self._starts[name]
+        at = self._by_name[name].start
         if start < stop:
             self._arena.reserve(at + start, stop - start)
         return self._memory[at + start : at + stop]
@@ -88,7 +83,7 @@ class Seed:
 
     def lend(self, name: str, start: int, nbytes: int) -> memoryview:
         """Bytes of a volume, for a tensor that may write to them: others read the original."""
-        at = self._starts[name] + start
+        at = self._by_name[name].start + start
         first, last = at // PAGE * PAGE, at + nbytes
         private = mmap.mmap(
             self._arena.fd,
@@ -102,8 +97,8 @@ class Seed:
 
     def reader(self, name: str) -> MappedReader:
         """A volume that has arrived, to be read here."""
-        nbytes = next(one.nbytes for one in self._volumes if one.name == name)
-        return MappedReader(self._arena.fd, self._starts[name], nbytes)
+        volume = self._by_name[name]
+        return MappedReader(self._arena.fd, volume.start, volume.nbytes)
 
     def close(self) -> None:
         """Stop serving, and free the memory."""

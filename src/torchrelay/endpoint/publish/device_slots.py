@@ -134,9 +134,9 @@ class DeviceSlots:
         self._slots: dict[int, DeviceSlot] = {}
         self._last: _Published | None = None
 
-    def published(self, slot: DeviceSlot | None, share: Share, snapshot: str) -> None:
-        """A step is shown; None where it is in host memory alone."""
-        self._last = None if slot is None else _Published(slot, share.layouts, snapshot)
+    def published(self, slot: DeviceSlot, share: Share, snapshot: str) -> None:
+        """The step in a slot is shown."""
+        self._last = _Published(slot, share.layouts, snapshot)
 
     def changes(
         self,

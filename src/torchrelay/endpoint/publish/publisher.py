@@ -19,20 +19,18 @@ from torchrelay.coordination.call import Call
 from torchrelay.coordination.coordinator import COORDINATOR, Coordinator
 from torchrelay.coordination.messages import decoded
 from torchrelay.deadlines import Deadline
-from torchrelay.endpoint.device_slots import UNABLE, DeviceSlot, DeviceSlots
 from torchrelay.endpoint.encoding import Encoding
 from torchrelay.endpoint.float8 import quantized
-from torchrelay.endpoint.known_fields import KnownFields
-from torchrelay.endpoint.known_record import KnownRecord, RecordedStep
-from torchrelay.endpoint.process import ServerLink
-from torchrelay.endpoint.publish_policy import Policy
+from torchrelay.endpoint.publish.device_slots import UNABLE, DeviceSlot, DeviceSlots
+from torchrelay.endpoint.publish.known_plan import KnownPlan, RecordedStep
+from torchrelay.endpoint.publish.policy import Policy
+from torchrelay.endpoint.publish.server_process import ServerLink
 from torchrelay.endpoint.server import messages as m
 from torchrelay.errors import EndpointError, UsageError
 from torchrelay.memory.arena import Arena
 from torchrelay.memory.gpu.side import settle
 from torchrelay.memory.staging import Copy, stage
-from torchrelay.metrics import Measurement
-from torchrelay.pending import Pending, logger
+from torchrelay.pending import Pending
 from torchrelay.record.encoding import content_digest, encode, encode_at_rest, state_digest
 from torchrelay.results import Report
 from torchrelay.stores.shares.commit_record import decode_shares
@@ -46,7 +44,6 @@ _FINISH_SECONDS = 5.0  # for the last message of a publish
 class _Offer(msgspec.Struct, array_like=True):
     """A rank at the beginning of a publish."""
 
-    step: int
     url: str
     left: float
     report: bytes
@@ -62,16 +59,10 @@ class _Begin(msgspec.Struct, array_like=True):
 
 
 class _Room(msgspec.Struct, array_like=True):
-    """The memory of a rank: its bytes, why there is none, and whether some of a GPU is there."""
+    """The memory of a rank, or of all of them: its bytes, why there is none, and whether there is
+    some of a GPU."""
 
     nbytes: int
-    why: str
-    on_device: bool
-
-
-class _Rooms(msgspec.Struct, array_like=True):
-    """The memory of all ranks: why there is none, and whether all have some of a GPU."""
-
     why: str
     on_device: bool
 
@@ -86,7 +77,6 @@ class _Recorded(msgspec.Struct, array_like=True):
 _offer = msgspec.msgpack.Decoder(_Offer)
 _begin = msgspec.msgpack.Decoder(_Begin)
 _room = msgspec.msgpack.Decoder(_Room)
-_rooms = msgspec.msgpack.Decoder(_Rooms)
 _recorded = msgspec.msgpack.Decoder(_Recorded)
 _encode = msgspec.msgpack.encode
 
@@ -130,9 +120,8 @@ class Publisher:
         )
         self.arenas: dict[int, Arena] = {}  # by slot
         self._devices = DeviceSlots()
-        self._records = KnownRecord()
+        self._known = KnownPlan()
         self._last: Pending | None = None
-        self._fields = KnownFields()
         self.urls: list[str] = []  # of the ranks' servers, each once; the first lists all parts
 
     def publish(
@@ -151,58 +140,45 @@ class Publisher:
         stage_on: str = "host",
     ) -> tuple[Pending, StagedStep | None]:
         """The same for what `plan` returns; no staged step where it is skipped."""
-        operation = self._policy.operation
-        with self._all.measured(operation, step, background=True) as measured:
-            return self._publish(plan, step, deadline, stage_on, measured)
-
-    def _publish(
-        self,
-        plan: Callable[[Call], PlannedShare],
-        step: int,
-        deadline: Deadline,
-        stage_on: str,
-        measured: Measurement,
-    ) -> tuple[Pending, StagedStep | None]:
-        call = self._all.call("publish", step)
-        with call.reporting("plan", deadline):
-            if self._last is not None and not self._last.ends_within(deadline.left()):
-                raise TimeoutError(f"step {self._last.step} is still being published")
-            begun = time.monotonic()
-            self._have_server(deadline)
-        begin = self._agree(call, step, deadline)
-        slot, why, on_device = -1, begin.skipped, None
-        if not why:
+        with self._all.measured(self._policy.operation, step, background=True) as measured:
+            call = self._all.call("publish", step)
+            with call.reporting("plan", deadline):
+                if self._last is not None and not self._last.ends_within(deadline.left()):
+                    raise TimeoutError(f"step {self._last.step} is still being published")
+                begun = time.monotonic()
+                self._have_server(deadline)
+            begin = self._agree(call, step, deadline)
+            slot, why, on_device = -1, begin.skipped, None
+            if not why:
+                try:
+                    planned = plan(call)
+                    slot, why, on_device = self._reserve(
+                        call, step, planned.share, begin, stage_on, deadline
+                    )
+                except BaseException:
+                    self._give_up(step, unused=True)
+                    raise
+            if why:
+                seconds = time.monotonic() - begun
+                ended = m.FinishPublish(step, 0, seconds, skipped=why, unused=True)
+                self._server.ask(ended, m.Obeyed, _FINISH_SECONDS)
+                return Pending(step, "publishing", why, measured), None
+            self._last = pending = Pending(step, "publishing", measured=measured)
             try:
-                planned = plan(call)
-                slot, why, on_device = self._reserve(
-                    call, step, planned.share, begin, stage_on, deadline
-                )
-            except BaseException:
-                self._give_up(step, unused=True)
+                volumes = self._copy(planned.share, slot, on_device)
+            except BaseException as fault:
+                self._give_up(step)
+                self._in_background(self._tell_failure, call, fault, pending, deadline)
                 raise
-        if why:
             seconds = time.monotonic() - begun
-            ended = m.FinishPublish(step, 0, seconds, skipped=why, unused=True)
-            self._server.ask(ended, m.Obeyed, _FINISH_SECONDS)
-            return Pending(step, "publishing", why, measured), None
-        self._last = pending = Pending(step, "publishing", measured=measured)
-        try:
-            volumes = self._copy(planned.share, slot, on_device)
-        except BaseException as fault:
-            self._give_up(step)
-            # A thread tells the other ranks: they read it when they have copied their own parts.
-            self._in_background(self._tell_failure, call, fault, pending, deadline)
-            raise
-        seconds = time.monotonic() - begun
-        staged = StagedStep(step, slot, planned, volumes, begin.urls, seconds, on_device)
-        self._in_background(self._finish, call, staged, pending, deadline)
-        return pending, staged
+            staged = StagedStep(step, slot, planned, volumes, begin.urls, seconds, on_device)
+            self._in_background(self._finish, call, staged, pending, deadline)
+            return pending, staged
 
     def _have_server(self, deadline: Deadline) -> None:
         if self._start(deadline.left()):
             # Processes that the one before lent memory to may still read it: it stays unchanged.
-            self._drop_arenas()
-            self._devices.close()
+            self._free()
             self.urls = []
 
     def _give_up(self, step: int, *, unused: bool = False) -> None:
@@ -217,7 +193,8 @@ class Publisher:
     # Agree, reserve and copy, while the caller waits.
 
     def _agree(self, call: Call, step: int, deadline: Deadline) -> _Begin:
-        """All ranks publish the same step, and know each other's servers."""
+        """All ranks know each other's servers. A rank that names another step has failed before:
+        calls are matched by their steps."""
 
         def mine() -> bytes:
             try:
@@ -225,13 +202,10 @@ class Publisher:
             except EndpointError:  # the server was lost just now
                 self._have_server(deadline)
                 report = self._policy.report(deadline)
-            return _encode(_Offer(step, self._url(), deadline.left(), report))
+            return _encode(_Offer(self._url(), deadline.left(), report))
 
         def decide(said: list[bytes]) -> list[bytes]:
             offers = [decoded(_offer, data, rank) for rank, data in enumerate(said)]
-            steps = sorted({offer.step for offer in offers})
-            if len(steps) > 1:
-                raise UsageError(f"ranks name different steps: {steps}. Name the same on all")
             deadline.hasten(min(offer.left for offer in offers))
             urls = [offer.url for offer in offers]
             decision, why = self._policy.choose([offer.report for offer in offers], urls, step)
@@ -259,47 +233,50 @@ class Publisher:
         """A slot for this rank's part, or why there is none, and memory of a GPU. All ranks have
         one, or none does."""
         nbytes = m.laid_out(share.files)[1]
-        found: list[m.Reserved] = []
-        on_device: list[DeviceSlot | None] = [None]
+        found: list[tuple[int, DeviceSlot | None]] = []
 
         def mine() -> bytes:
-            wanted = m.Reserve(step, nbytes, begin.decision)
-            found.append(self._server.ask(wanted, m.Reserved, deadline.left()))
-            for slot in found[0].dropped:
+            where = stage_on if self._policy.on_devices else "host"
+            unfit = self._devices.unfit(share, nbytes, where)
+            wanted = m.Reserve(step, nbytes, begin.decision, not unfit)
+            room = self._server.ask(wanted, m.Reserved, deadline.left())
+            for slot in room.dropped:
                 self._drop_arena(slot)
-            if not found[0].why:
-                on_device[0] = self._on_device(share, nbytes, stage_on, deadline)
-            return _encode(_Room(nbytes, found[0].why, on_device[0] is not None))
+            kept = None
+            if not room.why:
+                kept = self._device_slot(room.device, share, nbytes, where, unfit)
+            found.append((room.slot, kept))
+            return _encode(_Room(nbytes, room.why, kept is not None))
 
         def decide(said: list[bytes]) -> list[bytes]:
             rooms = [decoded(_room, data, rank) for rank, data in enumerate(said)]
-            self._policy.check([room.nbytes for room in rooms], begin.urls)
+            parts = [room.nbytes for room in rooms]
+            self._policy.check(parts, begin.urls)
             why = next((room.why for room in rooms if room.why), "")
-            return [_encode(_Rooms(why, all(room.on_device for room in rooms)))] * len(said)
+            on_device = all(room.on_device for room in rooms)
+            return [_encode(_Room(sum(parts), why, on_device))] * len(said)
 
         call.at("reserving memory")
-        rooms = decoded(_rooms, call.round("reserve", mine, decide, deadline), COORDINATOR)
-        return found[0].slot, rooms.why, on_device[0] if rooms.on_device else None
+        rooms = decoded(_room, call.round("reserve", mine, decide, deadline), COORDINATOR)
+        slot, kept = found[0]
+        return slot, rooms.why, kept if rooms.on_device else None
 
-    def _on_device(
-        self, share: Share, nbytes: int, stage_on: str, deadline: Deadline
+    def _device_slot(
+        self, number: int, share: Share, nbytes: int, stage_on: str, why: str
     ) -> DeviceSlot | None:
         """Memory of the GPU that has the share; None if it must be copied to host memory. With
         `stage_on="device"`, raises `UsageError` with the reason instead."""
-        stage_on = stage_on if self._policy.on_devices else "host"
-        why = self._devices.unfit(share, nbytes, stage_on)
-        if not why:
-            number = self._server.ask(m.TakeDevice(), m.DeviceTaken, deadline.left()).slot
-            try:
-                if number >= 0:
-                    return self._devices.slot(number, share, nbytes)
-                why = "processes read every copy that is there"
-            except UNABLE as fault:
-                why = str(fault)
-        if stage_on == "device":
-            raise UsageError(f'stage_on="device", but {why}: give stage_on="host"')
         if stage_on == "host":
             self._devices.close()
+            return None
+        try:
+            if not why and number >= 0:
+                return self._devices.slot(number, share, nbytes)
+        except UNABLE as fault:
+            why = str(fault)
+        if stage_on == "device":
+            why = why or "processes read every copy that is there"
+            raise UsageError(f'stage_on="device", but {why}: give stage_on="host"')
         return None
 
     def _copy(self, share: Share, slot: int, on_device: DeviceSlot | None) -> list[m.Volume]:
@@ -357,12 +334,10 @@ class Publisher:
     def _tell_failure(
         self, call: Call, fault: BaseException, pending: Pending, deadline: Deadline
     ) -> None:
-        """This rank could not copy its part, which its caller knows."""
-        try:
-            with call.reporting("write", deadline):
-                raise fault
-        except BaseException as told:
-            logger.debug("step %d given up: %s", pending.step, told)
+        """This rank could not copy its part, which its caller knows. The other ranks read it when
+        they have copied their own."""
+        with suppress(BaseException):
+            call.round("write", fault, lambda said: said, deadline)
         call.drain()
         pending.end(None, None)
 
@@ -375,11 +350,11 @@ class Publisher:
 
         def hash_mine() -> bytes:
             slot = staged.on_device
-            fits = self._records.fits(staged.planned)  # meanwhile a GPU hashes
+            fits = self._known.fits(staged.planned)  # meanwhile a GPU hashes
             found = self._hashed(staged, deadline) if slot is None else slot.digests(staged.volumes)
             written.append(found)
             if fits:
-                known.append(self._records.again(staged.step, found))
+                known.append(self._known.again(staged.step, found))
                 return b""
             return encode(staged.planned.share.written(found))
 
@@ -388,7 +363,7 @@ class Publisher:
                 made, places = known[0], [COORDINATOR] * len(written[0])
             else:
                 shares = decode_shares(staged.step, said)
-                made = self._records.made(staged.step, staged.planned, shares)
+                made = self._known.made(staged.step, staged.planned, shares)
                 places = [rank for rank, share in enumerate(shares) for _ in share.volumes]
             snapshot = content_digest(made.record)
             whole = _whole(made, staged.urls, places)
@@ -401,26 +376,20 @@ class Publisher:
             msgspec.structs.replace(volume, digests=digests)
             for volume, digests in zip(staged.volumes, written[0], strict=True)
         ]
-        named = (staged.step, found.snapshot, own)
+        shown = m.Show(staged.slot, staged.step, found.snapshot, own, found.whole)
         if (kept := staged.on_device) is not None:
-            lent = m.ShowDevice(kept.number, *named, kept.export, found.whole)
+            lent = msgspec.structs.replace(shown, slot=kept.number, export=kept.export)
             self._show_in_turn(call, "lend", lent, deadline)
             self._copy_to_host(staged._replace(volumes=own), kept, found.snapshot, deadline)
-        self._show_in_turn(call, "show", m.Show(staged.slot, *named, found.whole), deadline)
+        self._show_in_turn(call, "show", shown, deadline)
 
-    def _show_in_turn(
-        self, call: Call, phase: str, shown: m.Show | m.ShowDevice, deadline: Deadline
-    ) -> None:
+    def _show_in_turn(self, call: Call, phase: str, shown: m.Show, deadline: Deadline) -> None:
         def show() -> bytes:
             self._server.ask(shown, m.Obeyed, deadline.left())
             return b""
 
-        def show_last(said: list[bytes]) -> list[bytes]:
-            show()
-            return said
-
         mine = (lambda: b"") if self._all.coordinates else show
-        call.round(phase, mine, show_last, deadline)
+        call.round(phase, mine, lambda said: [show()] * len(said), deadline)
 
     def _copy_to_host(
         self, staged: StagedStep, kept: DeviceSlot, snapshot: str, deadline: Deadline
@@ -429,7 +398,7 @@ class Publisher:
         the bits of what changed."""
         share = staged.planned.share
         end = nbytes = m.laid_out(share.files)[1]
-        fields = self._fields.of(share) if self._encoding.history else []
+        fields = self._known.fields(share) if self._encoding.history else []
         made = self._devices.changes(kept, share, staged.volumes, fields) if fields else None
         if made is not None:
             end += len(made[1].bits)
@@ -452,7 +421,7 @@ class Publisher:
         arena = self.arenas[staged.slot]
         request = m.StageSlot(staged.slot, arena.nbytes, staged.volumes, attached=True)
         if self._encoding.history:
-            request.fields, request.found = self._fields.of(staged.planned.share), changes
+            request.fields, request.found = self._known.fields(staged.planned.share), changes
         return self._server.stage(request, arena.fd, deadline.left()).digests
 
     # The end.
@@ -473,12 +442,12 @@ class Publisher:
         """Wait that long for what is being published, then let go of the server and the memory."""
         self.settle(seconds)
         self._server.process.close()
-        self._drop_arenas()
-        self._devices.close()
+        self._free()
 
-    def _drop_arenas(self) -> None:
+    def _free(self) -> None:
         for slot in list(self.arenas):
             self._drop_arena(slot)
+        self._devices.close()
 
 
 def _whole(made: RecordedStep, urls: list[str], places: list[int]) -> m.StepRecord:

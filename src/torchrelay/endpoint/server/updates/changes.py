@@ -59,35 +59,30 @@ class StagedVolumes(NamedTuple):
 
 class StepComparison:
     """A step that is compared with another on a thread. `base`: the snapshot of the other;
-    `changed`: how many of its `elements` differ, when it is over."""
+    `changed`: how many of its `elements` differ, when it is over; `step` and `snapshot`: its own,
+    once it is shown. With `given`, the bits lie in the memory of the new step."""
 
     def __init__(
-        self,
-        base: str,
-        old: StagedVolumes,
-        new: StagedVolumes,
-        given: FoundChanges | None = None,
+        self, base: str, old: StagedVolumes, new: StagedVolumes, given: FoundChanges | None = None
     ) -> None:
-        """`given`: the bits lie in the memory of the new step."""
-        self.base, self._given = base, given
+        self.step, self.snapshot, self.base = -1, "", base
         self._found: dict[str, VolumeBitmap] = {}
         self._stopped = False
         self.seconds = 0.0
         self.changed = self.elements = 0
-        self._running = threads.run(lambda: self._compare(old, new), "compare", NICENESS)
+        self._running = threads.run(lambda: self._compare(old, new, given), "compare", NICENESS)
 
-    def _compare(self, old: StagedVolumes, new: StagedVolumes) -> None:
+    def _compare(self, old: StagedVolumes, new: StagedVolumes, given: FoundChanges | None) -> None:
         begun = time.monotonic()
         found: dict[str, VolumeBitmap] = {}
         try:
-            if self._given is not None:
-                found = self._taken(new, self._given)
-            for volume, before, fields in new.alike(old) if self._given is None else ():
+            if given is not None:
+                found = self._taken(new, given)
+            for volume, before, fields in new.alike(old) if given is None else ():
                 pair = old.bytes_of(before), new.bytes_of(volume)
                 found[volume.name] = VolumeBitmap(fields, [self._bits(*pair, f) for f in fields])
-            given = None if self._given is None else self._given.changed
             counted = (bitmap.count for bitmap in found.values())
-            self.changed = sum(counted) if given is None else given
+            self.changed = sum(counted) if given is None else given.changed
             self.elements = sum(bitmap.elements for bitmap in found.values())
             self._found = found
         except InterruptedError:
@@ -140,25 +135,16 @@ class StepComparison:
     def nbytes(self) -> int:
         return sum(bitmap.nbytes for bitmap in self._found.values())
 
-
-class KnownChanges(NamedTuple):
-    """The changes that made a step."""
-
-    step: int
-    snapshot: str
-    comparison: StepComparison
-
     def facts(self) -> dict[str, object]:
-        one = self.comparison
         return {
             "step": self.step,
             "snapshot": self.snapshot,
-            "base": one.base,
-            "changed": one.changed,
-            "elements": one.elements,
-            "bytes": one.nbytes,
-            "ready": one.wait(0.0),
-            "seconds": one.seconds,
+            "base": self.base,
+            "changed": self.changed,
+            "elements": self.elements,
+            "bytes": self.nbytes,
+            "ready": self.wait(0.0),
+            "seconds": self.seconds,
         }
 
 
@@ -168,7 +154,7 @@ class ChangeHistory:
 
     def __init__(self, limit: int = 0) -> None:
         self.limit = limit
-        self._known: deque[KnownChanges] = deque(maxlen=limit)
+        self._known: deque[StepComparison] = deque(maxlen=limit)
         self._lock = threading.Lock()
         self._staged: dict[int, StagedVolumes] = {}  # by slot
         self._asked: float | None = None  # when somebody last asked, by the monotonic clock
@@ -196,10 +182,12 @@ class ChangeHistory:
         """The step in a slot is shown: its changes can be asked for."""
         if self._under_way is None or self._under_way[0] != slot:
             return
+        made = self._under_way[1]
         # The same content as before makes no link: it would hide the one that led to it.
-        if self._under_way[1].base != snapshot:
+        if made.base != snapshot:
+            made.step, made.snapshot = step, snapshot
             with self._lock:
-                self._known.append(KnownChanges(step, snapshot, self._under_way[1]))
+                self._known.append(made)
 
     def settle(self, seconds: float = SETTLE_SECONDS) -> None:
         """Have nothing compared, so that memory may be written to. A comparison that somebody may
@@ -231,10 +219,8 @@ class ChangeHistory:
         for a comparison that is under way."""
         self.ask()
         with self._lock:
-            known = list(self._known)
-        made: dict[str, StepComparison] = {}
-        for one in known:  # the same content may have been published twice: the later one counts
-            made[one.snapshot] = one.comparison
+            # The same content may have been published twice: the later one counts.
+            made = {one.snapshot: one for one in self._known}
         links: list[StepComparison] = []
         at = snapshot
         while at != base:
@@ -254,5 +240,5 @@ class ChangeHistory:
     def facts(self) -> dict[str, object]:
         with self._lock:
             steps = [one.facts() for one in self._known]
-            total = sum(one.comparison.nbytes for one in self._known)
+            total = sum(one.nbytes for one in self._known)
         return {"history": self.limit, "bytes": total, "steps": steps}

@@ -20,8 +20,10 @@ from contextlib import suppress
 from http import HTTPStatus
 from typing import BinaryIO, NamedTuple
 
-from torchrelay.endpoint.server.admission import is_own_user
-from torchrelay.endpoint.server.requests import HEAD_BYTES, Refusal, Request
+import msgspec
+
+from torchrelay.endpoint.server.http.admission import is_own_user
+from torchrelay.endpoint.server.http.requests import BODY_BYTES, HEAD_BYTES, Refusal, Request
 from torchrelay.sources.http_head import END
 
 logger = logging.getLogger("torchrelay")
@@ -30,6 +32,7 @@ IDLE_SECONDS = 75.0  # that a connection may stay open between requests
 STUCK_SECONDS = 2.0  # without a piece, after which another client may take its place
 PIECE_BYTES = 2 << 20  # for which a reader has a limited time
 COPY_BYTES = 1 << 18  # copied and sent at once where the kernel cannot send from memory itself
+FRESH = {"Cache-Control": "no-store"}
 _NOW = struct.pack("ii", 1, 0)  # SO_LINGER: what the kernel has not delivered is thrown away
 
 
@@ -40,6 +43,10 @@ class Response(NamedTuple):
     body: bytes = b""
     kind: str = "text/plain; charset=utf-8"
     headers: Mapping[str, str] = {}
+
+    @classmethod
+    def json(cls, facts: object) -> Response:
+        return cls(200, msgspec.json.encode(facts), "application/json", FRESH)
 
 
 class Span(NamedTuple):
@@ -55,7 +62,7 @@ class SlowReader(TimeoutError):
     """A client takes too long to take what it asked for."""
 
 
-Expect = Callable[[Request, "HttpConnection"], None]
+BodyLimit = Callable[[Request, "HttpConnection"], int]
 
 
 class HttpConnection:
@@ -93,9 +100,8 @@ class HttpConnection:
     def close(self) -> None:
         self._sock.close()
 
-    def request(self, idle: float, expect: Expect | None = None) -> Request | None:
-        """The next request, which begins within `idle` seconds; None where the client closes.
-        `expect` refuses one by its head, before its body is read."""
+    def request(self, idle: float, body_limit: BodyLimit) -> Request | None:
+        """The next request, which begins within `idle` seconds; None where the client closes."""
         if not self._ahead and not self._receive(time.monotonic() + idle):
             return None
         end = time.monotonic() + self._stall
@@ -108,10 +114,8 @@ class HttpConnection:
             raise Refusal(431, f"a request has at most {HEAD_BYTES} bytes of headers")
         found = Request.parse(bytes(self._ahead[:at]))
         del self._ahead[: at + len(END)]
-        if expect is None:
-            found.check_body()
-        else:
-            expect(found, self)
+        if found.length > (most := body_limit(found, self)):
+            raise Refusal(413, f"a body has at most {most} bytes")
         while len(self._ahead) < found.length:
             if not self._receive(end):
                 return None
@@ -188,7 +192,8 @@ Handler = Callable[[Request, HttpConnection], Response | None]
 
 class HttpServer:
     """Serves at most `connections` at a time. Each has `stall` seconds for a request, and for each
-    piece that it is sent. `expect` refuses requests whose bodies are not to be read."""
+    piece that it is sent. `body_limit`: the most bytes of the body that a request with this head
+    may have; it may refuse the request, too."""
 
     def __init__(
         self,
@@ -197,9 +202,9 @@ class HttpServer:
         connections: int,
         stall: float,
         context: ssl.SSLContext | None,
-        expect: Expect | None = None,
+        body_limit: BodyLimit = lambda request, connection: BODY_BYTES,
     ) -> None:
-        self._expect = expect
+        self._body_limit = body_limit
         self._answer, self._most, self._stall, self._context = answer, connections, stall, context
         self._lock = threading.Lock()
         self._open: set[HttpConnection] = set()
@@ -212,57 +217,63 @@ class HttpServer:
 
     def serve(self, sock: socket.socket) -> None:
         """Answer the requests of one connection, until it is over."""
-        line = HttpConnection(sock, self._stall)
+        connection = HttpConnection(sock, self._stall)
         with self._lock:
             if len(self._open) >= self._most and not self._make_room():
                 self.turned_away += 1
                 return
-            self._open.add(line)
+            self._open.add(connection)
         try:
-            line.start(self._context)
+            connection.start(self._context)
             idle = self._stall
-            while self._serve_one(line, idle):
+            while self._serve_one(connection, idle):
                 idle = IDLE_SECONDS
-                line.busy, line.since = False, time.monotonic()
+                connection.busy, connection.since = False, time.monotonic()
         except TimeoutError:
             self.slow += 1
-            line.cut()
+            connection.cut()
         except (OSError, EOFError):
             raise
         except Exception as fault:  # its text may be the client's
             logger.error("a request failed by %s", type(fault).__name__)
-            line.cut()
+            connection.cut()
         finally:
             with self._lock:
-                self._open.discard(line)
-            line.close()
+                self._open.discard(connection)
+            connection.close()
 
-    def _serve_one(self, line: HttpConnection, idle: float) -> bool:
+    def _serve_one(self, connection: HttpConnection, idle: float) -> bool:
         """Whether the connection continues after the next request."""
         request: Request | None = None
         try:
-            request = line.request(idle, self._expect)
+            request = connection.request(idle, self._body_limit)
             if request is None:
                 return False
-            line.busy, line.since = True, time.monotonic()
-            answer, keeps = self._answer(request, line), request.keeps and not line.ended
+            connection.busy, connection.since = True, time.monotonic()
+            answer, keeps = (
+                self._answer(request, connection),
+                request.keeps and not connection.ended,
+            )
         except Refusal as refused:
             more = {"WWW-Authenticate": "Bearer"} if refused.status == 401 else {}
             answer = Response(refused.status, f"{refused}\n".encode(), headers=more)
             # The connection of a client that was never admitted is closed.
-            keeps = request is not None and request.keeps and line.admitted
+            keeps = request is not None and request.keeps and connection.admitted
         if answer is not None:
             headers = {"Content-Type": answer.kind, **answer.headers}
             if not keeps:
                 headers["Connection"] = "close"
-            line.send_head(answer.status, len(answer.body), headers)
+            connection.send_head(answer.status, len(answer.body), headers)
             if request is None or request.method != "HEAD":
-                line.send(answer.body)
+                connection.send(answer.body)
         return keeps
 
     def _make_room(self) -> bool:
         """Cut the connection that has the least claim to its place."""
-        oldest = min(self._open, key=lambda line: (line.admitted, line.busy, line.since))
+        oldest = min(
+            self._open,
+            key=lambda connection: (connection.admitted, connection.busy, connection.since),
+        )
         claim = oldest.admitted and oldest.busy
         if claim and time.monotonic() - oldest.since < STUCK_SECONDS:
             return False
@@ -273,5 +284,5 @@ class HttpServer:
     def close(self) -> None:
         """Cut all connections."""
         with self._lock:
-            for line in self._open:
-                line.cut()
+            for connection in self._open:
+                connection.cut()

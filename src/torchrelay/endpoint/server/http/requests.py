@@ -53,10 +53,6 @@ class Request(NamedTuple):
         keeps = found[3] == "1" and "close" not in head.headers.get("connection", "").lower()
         return cls(found[1], unquote(target), fields, head.headers, length, keeps)
 
-    def check_body(self, most: int = BODY_BYTES) -> None:
-        if self.length > most:
-            raise Refusal(413, f"a body has at most {most} bytes")
-
     def field(self, name: str, default: str = "") -> str:
         return self.query.get(name, [default])[0]
 

@@ -1,0 +1,1 @@
+"""Pullers that serve what they have to each other."""

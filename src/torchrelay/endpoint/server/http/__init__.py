@@ -1,0 +1,1 @@
+"""HTTP: connections, requests and who may ask. Knows nothing of steps. No torch."""

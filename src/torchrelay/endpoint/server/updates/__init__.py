@@ -1,0 +1,1 @@
+"""What changed from step to step, for subscribers that read parts. No torch."""
