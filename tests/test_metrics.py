@@ -271,7 +271,12 @@ def test_a_save_that_fails_in_the_background(
         def refuse(*_: Any) -> Any:
             raise errors.CheckpointError("the disk is full", phase="write", file="x")
 
-        monkeypatch.setattr(checkpointer._saver, "_written", refuse)
+        stage = ShareWriter.stage
+
+        def staged(*args: Any) -> Any:
+            return stage(*args)._replace(finish=refuse)
+
+        monkeypatch.setattr(ShareWriter, "stage", staged)
         assert checkpointer.save_async(1, state()).exception(60) is not None
         # Raised to the caller, who has no `Pending`.
         monkeypatch.setattr(ShareWriter, "stage", refuse)
