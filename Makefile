@@ -46,9 +46,16 @@ test-slow: $(STAMP)
 docs: pages
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
 
+# Every figure of this machine again, about an hour; `make pages` then writes them into the docs.
+# Those of a GPU are in benchmarks/gpu.
 bench: $(STAMP)
 	$(BIN)/python -m benchmarks
+	$(BIN)/python -m benchmarks --only transformer --out benchmarks/results/live-transformer.json
 	$(BIN)/python -m benchmarks --only checkpoint
+	for name in tcp checkpoint.limits checkpoint.retention resharding endpoint keeper frameworks \
+	    scale links healing seeds weights.reshard weights.links weights.training; do \
+	    $(BIN)/python -m benchmarks.$$name || exit 1; \
+	done
 
 .PHONY: pages package
 

@@ -97,7 +97,7 @@ def main() -> int:
     if out is not None:
         picture = out.with_suffix(".png")
     elif not options.small and options.only is None:
-        out = RESULTS / f"live-{facts['cores']}core.json"
+        out = RESULTS / "live.json"
         picture = RESULTS / "live.png"
     if rows and out is not None and picture is not None:
         command = " ".join(["python -m benchmarks", *_arguments(options)])

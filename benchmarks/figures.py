@@ -111,13 +111,13 @@ LIVE_HEAD = ["state", "mode", "`PGTransport`, s", "torchrelay, s", "speed"]
 
 
 def live_memory() -> str:
-    files = (f"{CPU}/live-2core.json", f"{CPU}/live-transformer-2core.json")
+    files = (f"{CPU}/live.json", f"{CPU}/live-transformer.json")
     rows = [row for file in files for row in _live(result(file)["rows"], {"host", "memory"})]
     return table(LIVE_HEAD, rows)
 
 
 def live_tcp() -> str:
-    rows = _live(result(f"{CPU}/live-2core.json")["rows"], {"group", "tcp"})
+    rows = _live(result(f"{CPU}/live.json")["rows"], {"group", "tcp"})
     return table(LIVE_HEAD, rows)
 
 
@@ -257,7 +257,7 @@ def staging() -> str:
 
 def checkpoints() -> str:
     rows = []
-    for row in result(f"{CPU}/checkpoint-2core-other.json")["rows"]:
+    for row in result(f"{CPU}/checkpoint.json")["rows"]:
         if row["unit"] != "GB/s":
             continue
         for entry in row["entries"]:
@@ -445,7 +445,7 @@ def headline() -> str:
 def tcp_in_place() -> str:
     by_mode = {
         (row["title"], row["mode"]): row["speed"]
-        for row in result(f"{CPU}/live-2core.json")["rows"]
+        for row in result(f"{CPU}/live.json")["rows"]
         if row["route"] in ("group", "tcp") and row["against"] == "torch PGTransport"
     }
     return (
@@ -462,12 +462,12 @@ def bars() -> list[tuple[str, float]]:
     """Times as fast as torch's own: what the chart shows."""
     live = {
         (row["title"], row["mode"]): row["speed"]
-        for row in result(f"{CPU}/live-2core.json")["rows"]
+        for row in result(f"{CPU}/live.json")["rows"]
         if row["against"] == "torch PGTransport" and row["route"] in ("host", "memory")
     }
     saves = {
         row["key"]: {entry["name"]: entry for entry in row["entries"]}
-        for row in result(f"{CPU}/checkpoint-2core-other.json")["rows"]
+        for row in result(f"{CPU}/checkpoint.json")["rows"]
     }
     kept = {row["case"]: row for row in result(f"{CPU}/keeper.json")["recovery"]["rows"]}
     gib = "1 GiB in 16 tensors"
@@ -508,7 +508,7 @@ def chart() -> str:
             f'<rect x="{LEFT}" y="{y + 5}" width="{length:.1f}" height="20" fill="#2a7f62"/>',
             f'<text x="{LEFT + length + 6:.1f}" y="{y + 19}" {style}>{ratio(value)}</text>',
         ]
-    files = "live-2core, checkpoint-2core-other, keeper"
+    files = "live, checkpoint, keeper"
     lines.append(
         f'<text x="16" y="{height - 12}" {style} font-size="11">benchmarks/results: {files}</text>'
     )

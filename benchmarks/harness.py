@@ -6,6 +6,7 @@ import json
 import os
 import platform
 import shutil
+import subprocess
 import tempfile
 import time
 import traceback
@@ -150,7 +151,19 @@ def machine() -> dict[str, Any]:
         "python": platform.python_version(),
         "torch": torch.__version__,
         "torchrelay": torchrelay.__version__,
+        "commit": _commit(),
     }
+
+
+def _commit() -> str:
+    """The commit of the library that is measured; COMMIT says it for a copy without history."""
+    if named := os.environ.get("COMMIT"):
+        return named
+    source = Path(torchrelay.__file__).parent
+    command = ["git", "-C", str(source), "log", "-1", "--format=%h", "--", "."]
+    with suppress(OSError):
+        return subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
+    return ""
 
 
 def free_memory() -> int:

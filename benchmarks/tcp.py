@@ -24,7 +24,7 @@ from torchrelay import Relay
 from torchrelay.transports.routes.tcp import usual_connections
 from torchrelay.transports.streams import sockets
 
-RESULTS = Path(__file__).parent / "results"
+RESULT = Path(__file__).parent / "results" / "tcp.json"
 TORCH, ATOMIC, DIRECT, UNVERIFIED = CONTENDERS = (
     "torch PGTransport",
     "tcp, atomic=True",
@@ -120,7 +120,7 @@ def main() -> int:
             "connections": options.connections,
             "rows": rows,
         },
-        options.out,
+        options.out or (None if options.small else RESULT),
     )
     return 0
 

@@ -28,7 +28,7 @@ def command(
     busy = [round(os.getloadavg()[0], 1)]
     picture = out.with_suffix(".png") if out is not None else results / "checkpoint.png"
     if out is None and not small:
-        out = results / f"checkpoint-{facts['cores']}core.json"
+        out = results / "checkpoint.json"
     with places(folder) as found:
         options = Options(small, repeats or (1 if small else REPEATS), found, tell)
         for row in run(options):

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import torchrelay as tr
-from torchrelay.stores.reading import device_fetch
+from torchrelay.stores.reading import device_fetch, ranges
 from torchrelay.stores.reading.device_fetch import DeviceFetch
 from torchrelay.stores.shares import staging
 
@@ -140,12 +140,22 @@ def test_a_flipped_byte_on_the_file(saved: tr.Checkpointer, tmp_path: Path) -> N
 def test_a_flipped_byte_in_a_pinned_buffer(
     saved: tr.Checkpointer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def act(fill: Callable[[], None], task: Any, reader: Any, view: memoryview) -> None:
-        fill()
-        if task.start <= 5_000_000 < task.stop:
-            view[5_000_000 - task.start] ^= 16
+    class Flipping:
+        """A reader of a file that changes a byte after it was read."""
 
-    with wrapped(monkeypatch, "_fill", act):
+        def __init__(self, reader: Any) -> None:
+            self.reader, self.cold, self.close = reader, reader.cold, reader.close
+
+        def read_into(self, start: int, buffers: list[memoryview]) -> None:
+            self.reader.read_into(start, buffers)
+            if start <= 5_000_000 < start + len(buffers[0]):
+                buffers[0][5_000_000 - start] ^= 16
+
+    def opened(*args: Any, **options: Any) -> Flipping:
+        return Flipping(ranges.opened(*args, **options))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(device_fetch, "opened", opened)
         refused(saved, "large")
     assert same(saved.load(into=made(2)).state, made(1))
 
