@@ -50,7 +50,6 @@ docs: pages
 # Those of a GPU are in benchmarks/gpu.
 bench: $(STAMP)
 	$(BIN)/python -m benchmarks
-	$(BIN)/python -m benchmarks --only transformer --out benchmarks/results/live-transformer.json
 	$(BIN)/python -m benchmarks --only checkpoint
 	for name in tcp checkpoint.limits checkpoint.retention resharding endpoint keeper frameworks \
 	    scale links healing seeds weights.reshard weights.links weights.training; do \

@@ -85,12 +85,12 @@ def hardware() -> str:
             gpu = f", one {machine['gpu']}" if "gpu" in machine else ""
             name = f"{machine['cores']} cores, {machine['cpu']}{gpu}"
             memory, torch = f"{machine['memory_gib']} GiB", machine["torch"]
-            groups.setdefault((name, memory, torch), []).append(path.stem)
+            groups.setdefault((name, memory, torch, machine["commit"]), []).append(path.stem)
     rows = [[*facts, ", ".join(f"`{file}`" for file in files)] for facts, files in groups.items()]
-    return table(["machine", "memory", "torch", "result files"], rows)
+    return table(["machine", "memory", "torch", "library at commit", "result files"], rows)
 
 
-def _live(rows: list[dict[str, Any]], routes: set[str]) -> list[list[str]]:
+def _live(rows: list[dict[str, Any]], route: str) -> list[list[str]]:
     return [
         [
             row["title"],
@@ -101,7 +101,7 @@ def _live(rows: list[dict[str, Any]], routes: set[str]) -> list[list[str]]:
         ]
         for row in rows
         if row["against"] == "torch PGTransport"
-        and row["route"] in routes
+        and row["route"] == route
         and "connections=0" not in row["mode"]
         and len(row["theirs"]["seconds"]) > 1
     ]
@@ -111,14 +111,11 @@ LIVE_HEAD = ["state", "mode", "`PGTransport`, s", "torchrelay, s", "speed"]
 
 
 def live_memory() -> str:
-    files = (f"{CPU}/live.json", f"{CPU}/live-transformer.json")
-    rows = [row for file in files for row in _live(result(file)["rows"], {"host", "memory"})]
-    return table(LIVE_HEAD, rows)
+    return table(LIVE_HEAD, _live(result(f"{CPU}/live.json")["rows"], "memory"))
 
 
 def live_tcp() -> str:
-    rows = _live(result(f"{CPU}/live.json")["rows"], {"group", "tcp"})
-    return table(LIVE_HEAD, rows)
+    return table(LIVE_HEAD, _live(result(f"{CPU}/live.json")["rows"], "tcp"))
 
 
 def links() -> str:
@@ -148,7 +145,7 @@ def connections() -> str:
 
 
 def resharding() -> str:
-    names = {"live, host": "route `memory`", "live, group": "route `tcp`, verified"}
+    names = {"live, memory": "route `memory`", "live, tcp": "route `tcp`, verified"}
     rows = [
         [
             names.get(row["case"], "`dcp.save` and `dcp.load` in /dev/shm"),
@@ -266,6 +263,29 @@ def checkpoints() -> str:
             title = row["title"].replace("training beside", "while training")
             rows.append([title, entry["name"], spread(entry["laps"], up=ours), times])
     return table(["4.1 GB", "with", "seconds", "speed to the first"], rows)
+
+
+def checkpoint_limits() -> str:
+    found = result(f"{CPU}/checkpoint-limits.json")["rows"]
+    rows = [
+        [
+            row["title"],
+            entry["name"],
+            spread(entry["laps"], up=entry["name"].startswith("torchrelay")),
+            ratio(entry["ratio"]),
+        ]
+        for row in found
+        for entry in row["entries"]
+    ]
+    return table(["1.6 GB, two threads", "with", "seconds", "of the limit"], rows)
+
+
+def retention() -> str:
+    rows = [
+        [str(row["retained"]), *(seconds(row[key]) for key in ("median_s", "min_s", "max_s"))]
+        for row in result(f"{CPU}/checkpoint-retention.json")["rows"]
+    ]
+    return table(["retained steps", "a small save, s", "minimum", "maximum"], rows)
 
 
 def gpu_stalls() -> str:
@@ -446,7 +466,7 @@ def tcp_in_place() -> str:
     by_mode = {
         (row["title"], row["mode"]): row["speed"]
         for row in result(f"{CPU}/live.json")["rows"]
-        if row["route"] in ("group", "tcp") and row["against"] == "torch PGTransport"
+        if row["route"] == "tcp" and row["against"] == "torch PGTransport"
     }
     return (
         "1. **TCP in place is slower than torch.** 1 GiB over loopback with the defaults reaches "
@@ -463,7 +483,7 @@ def bars() -> list[tuple[str, float]]:
     live = {
         (row["title"], row["mode"]): row["speed"]
         for row in result(f"{CPU}/live.json")["rows"]
-        if row["against"] == "torch PGTransport" and row["route"] in ("host", "memory")
+        if row["against"] == "torch PGTransport" and row["route"] == "memory"
     }
     saves = {
         row["key"]: {entry["name"]: entry for entry in row["entries"]}
@@ -482,7 +502,7 @@ def bars() -> list[tuple[str, float]]:
 
 
 WIDTH, LEFT, ROW, TOP = 760, 300, 30, 56
-LONGEST = 40.0
+LONGEST = 80.0
 
 
 def chart() -> str:
@@ -519,9 +539,9 @@ TABLES: dict[str, Callable[[], str]] = {
     function.__name__.replace("_", "-"): function
     for function in (
         hardware, live_memory, live_tcp, links, connections, resharding, gpu_live, endpoint, swarm,
-        keeper, staging, checkpoints, gpu_stalls, gpu_checkpoints, loaders, limits, kernels,
-        frameworks, weights_reshard, weights_links, weights_gpu, weights_training, scale, headline,
-        tcp_in_place,
+        keeper, staging, checkpoints, checkpoint_limits, retention, gpu_stalls, gpu_checkpoints,
+        loaders, limits, kernels, frameworks, weights_reshard, weights_links, weights_gpu,
+        weights_training, scale, headline, tcp_in_place,
     )
 }  # fmt: skip
 

@@ -17,10 +17,12 @@ from benchmarks.checkpoint.sides import (
     DIRECT,
     LOAD_DCP,
     LOAD_SAFETENSORS,
+    MANAGER,
     OURS,
     SAFETENSORS,
     TORCH,
     UNVERIFIED,
+    installed,
 )
 
 Turn = tuple[str, Callable[[int], list[Any]]]  # a name, and its lap on all ranks by number
@@ -30,10 +32,18 @@ def one_process(options: Options, stock: Crew, ours: Crew) -> Iterator[Row]:
     options.tell("one process: preparing")
     nbytes = prepare(options, stock, ours)
     memory, disk = options.places
-    tools: tuple[str, ...] = (DCP, DCP2, SAFETENSORS, TORCH, OURS)
+    tools = installed((DCP, DCP2, SAFETENSORS, TORCH, MANAGER, OURS))
     bars = Bar(OURS, DCP, least=2), Bar(OURS, SAFETENSORS, least=1)
     yield _saves(options, "save-memory", "save to /dev/shm", memory, tools, stock, ours, nbytes,
-                 options.bars(*bars))  # fmt: skip
+                 options.bars(*bars), keep=installed((MANAGER, OURS)))  # fmt: skip
+    if MANAGER in tools:  # it cannot write to ext4, so its loads are compared here
+        files = {MANAGER: memory / str(tools.index(MANAGER))}
+        own = memory / str(tools.index(OURS))
+        entries = _loads(options, "load from /dev/shm", (MANAGER, ATOMIC, DIRECT), files, own,
+                         stock, ours, warm)  # fmt: skip
+        yield Row("load-memory", "load in place from /dev/shm", "GB/s", nbytes, entries)
+    for folder in memory.iterdir():
+        remove(folder)
     tools = (DCP, DCP2, SAFETENSORS, OURS)
     bars = Bar(OURS, DCP, least=1.6), Bar(OURS, SAFETENSORS, least=1)
     yield _saves(options, "save-disk", "save to disk, fsync", disk, tools, stock, ours, nbytes,

@@ -2,7 +2,9 @@
 
     python -m benchmarks.checkpoint.limits [--gigabytes 1.6] [--repeats 7] [--dir D] [--out F]
 
-The limit has one thread for each core, calls of 8 MiB, no digests, no headers and no record.
+The limit has one thread for each core, calls of 8 MiB, no digests, no headers and no record. For
+loads there is a second one, whose threads hash what they read by 512 KiB, and a third, which then
+reads once more, as a load must that verifies everything before it writes anything.
 Iterations of the limit and of torchrelay alternate; memory is warm and files are in the page cache.
 Both sync what they write to a disk.
 """
@@ -18,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import xxhash
 
 import torchrelay as tr
 from benchmarks.checkpoint.output import table
@@ -26,8 +29,9 @@ from benchmarks.checkpoint.rows import Bar, Entry, Row, record
 from benchmarks.harness import machine, save
 
 RESULT = Path(__file__).parents[1] / "results" / "checkpoint-limits.json"
-PIECE = 8 << 20
+PIECE, HASHED_PIECE = 8 << 20, 512 << 10
 TENSORS, SMALL_TENSORS = 300, 20
+HASHED, TWICE = "plain threads that hash", "plain threads that hash, then read again"
 LIMIT, OURS, ATOMIC, ONCE = "plain threads", "torchrelay", "torchrelay, atomic", "torchrelay, once"
 CORES = len(os.sched_getaffinity(0))
 
@@ -64,10 +68,10 @@ def in_threads(act: Callable[[int], None]) -> float:
     return time.perf_counter() - begun
 
 
-def pieces(views: Sequence[memoryview]) -> Iterator[memoryview]:
+def pieces(views: Sequence[memoryview], nbytes: int = PIECE) -> Iterator[memoryview]:
     for view in views:
-        for at in range(0, len(view), PIECE):
-            yield view[at : at + PIECE]
+        for at in range(0, len(view), nbytes):
+            yield view[at : at + nbytes]
 
 
 def write_plain(views: Sequence[memoryview], folder: Path, sync: bool) -> float:
@@ -95,6 +99,17 @@ def read_plain(views: Sequence[memoryview], folder: Path) -> float:
     return in_threads(read)
 
 
+def read_hashed(views: Sequence[memoryview], folder: Path) -> float:
+    def read(number: int) -> None:
+        hashed = xxhash.xxh3_128()
+        with open(folder / str(number), "rb", buffering=0) as file:
+            for piece in pieces(views[number::CORES], HASHED_PIECE):
+                assert file.readinto(piece) == len(piece)
+                hashed.update(piece)
+
+    return in_threads(read)
+
+
 def timed(act: Callable[[], Any]) -> float:
     begun = time.perf_counter()
     act()
@@ -117,7 +132,7 @@ def measure(
     views, targets = memory_of(state), memory_of(into)
     size = sum(map(len, views))
     saves: dict[str, list[float]] = {LIMIT: [], OURS: []}
-    loads: dict[str, list[float]] = {LIMIT: [], ATOMIC: [], ONCE: []}
+    loads: dict[str, list[float]] = {LIMIT: [], HASHED: [], TWICE: [], ATOMIC: [], ONCE: []}
     sync = not str(folder).startswith("/dev/shm")
     exact = True
     with tr.Checkpointer(folder / "steps", group=False) as checkpointer:
@@ -132,6 +147,9 @@ def measure(
         warm(folder)
         for _ in range(repeats + 1):
             loads[LIMIT].append(read_plain(targets, folder / "plain"))
+            loads[HASHED].append(read_hashed(targets, folder / "plain"))
+            again = read_plain(targets, folder / "plain")
+            loads[TWICE].append(loads[HASHED][-1] + again)
             for name, atomic in ((ATOMIC, True), (ONCE, False)):
                 for target in targets:
                     target[:8] = bytes(8)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from concurrent.futures import Future
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from benchmarks.checkpoint.states import flat
 
 DCP, DCP2 = "dcp.save", "dcp.save, thread_count=2"
 SAFETENSORS, TORCH, OURS = "safetensors", "torch.save", "torchrelay"
+MANAGER = "torch_checkpointing"
 LOAD_DCP, LOAD_SAFETENSORS = "dcp.load", "safetensors, copy_"
 ATOMIC, DIRECT, UNVERIFIED = "torchrelay", "torchrelay, atomic=False", "torchrelay, verify=False"
 THREAD, PROCESS = "dcp.async_save, thread", "dcp.async_save, process"
@@ -32,6 +34,23 @@ dcp: Any = _dcp  # it does not say which names it exports
 
 _open: dict[str, torchrelay.Checkpointer] = {}
 _stager: DefaultStager | None = None
+_manager: Any = None
+
+
+def installed(tools: tuple[str, ...]) -> tuple[str, ...]:
+    """Those of the tools that are here."""
+    missing = () if find_spec(MANAGER) else (MANAGER,)
+    return tuple(tool for tool in tools if tool not in missing)
+
+
+def manager() -> Any:
+    """Of torch_checkpointing, kept from lap to lap; its asynchronous saves need a GPU."""
+    global _manager
+    if _manager is None:
+        from torch_checkpointing import CheckpointManager
+
+        _manager = CheckpointManager(CheckpointManager.Config.with_sync_save())
+    return _manager
 
 
 def checkpointer(group: Any, folder: str, **options: Any) -> torchrelay.Checkpointer:
@@ -43,10 +62,13 @@ def checkpointer(group: Any, folder: str, **options: Any) -> torchrelay.Checkpoi
 
 def close() -> None:
     """End what is kept, and its processes."""
-    global _stager
+    global _stager, _manager
     for kept in _open.values():
         kept.close()
     _open.clear()
+    if _manager is not None:
+        _manager.close()
+        _manager = None
     if _stager is not None:
         _stager.close()
         _stager = None
@@ -70,6 +92,10 @@ def save(how: str, group: Any, state: dict[str, Any], folder: str) -> Phases:
     elif how == DCP2:
         writer = dcp.FileSystemWriter(folder, thread_count=2)
         dcp.save(state, storage_writer=writer, process_group=group)
+    elif how == MANAGER:
+        manager().save(folder, state)
+        for path in Path(folder).iterdir():
+            _fsync(path)
     else:
         Path(folder).mkdir(parents=True, exist_ok=True)
         path = Path(folder, "state")
@@ -85,6 +111,9 @@ def load(how: str, group: Any, state: dict[str, Any], folder: str) -> Phases:
     """Into the state's own tensors."""
     if how == LOAD_DCP:
         dcp.load(state, checkpoint_id=folder, process_group=group)
+        return {}
+    if how == MANAGER:
+        manager().load(folder, into=state)
         return {}
     if how == LOAD_SAFETENSORS:
         mine = flat(state)

@@ -132,7 +132,8 @@ def test_the_transformer_is_as_large_as_it_says() -> None:
 
 
 CHECKPOINT_ROWS = {
-    "save-memory": 5,
+    "save-memory": 6,
+    "load-memory": 3,
     "save-disk": 4,
     "load-warm": 3,
     "load-warm-unverified": 2,
