@@ -112,7 +112,7 @@ def test_bytes_keep_their_bars(result: dict[str, Any]) -> None:
 def test_the_machine_is_described(result: dict[str, Any]) -> None:
     machine = result["machine"]
     keys = {"cores", "cpu", "memory_gib", "kernel", "transparent_hugepages"}
-    assert set(machine) == keys | {"python", "torch", "torchrelay"}
+    assert set(machine) == keys | {"python", "torch", "torchrelay", "commit"}
     assert machine["cores"] >= 1
 
 
