@@ -86,7 +86,7 @@ class Host:
         if reader:
             headers["Torchrelay-Reader"] = reader
         self._headers = "".join(f"{name}: {value}\r\n" for name, value in headers.items())
-        self._idle: list[Connection] = []
+        self._idle: list[HostConnection] = []
         self._lock = threading.Lock()
         self.address = ""  # of this end, once it was connected
 
@@ -140,7 +140,7 @@ class Host:
                 yield from line.fill(view)
 
     @contextmanager
-    def stream(self, path: str, body: bytes, *, seconds: float) -> Iterator[Connection]:
+    def stream(self, path: str, body: bytes, *, seconds: float) -> Iterator[HostConnection]:
         """Within: an answer of unknown length to a POST of MessagePack. `Answered` for any other
         status than 200."""
         with self._connected(seconds) as line:
@@ -154,7 +154,7 @@ class Host:
         return f"{first} HTTP/1.1\r\n{self._headers}{more}\r\n".encode("latin-1")
 
     @contextmanager
-    def _connected(self, seconds: float) -> Iterator[Connection]:
+    def _connected(self, seconds: float) -> Iterator[HostConnection]:
         """Within: a connection for one request. It is reused where all of the answer was read."""
         end = time.monotonic() + seconds
         line, reusable = self._take() or self._connect(end), False
@@ -177,7 +177,7 @@ class Host:
             else:
                 line.close()
 
-    def _take(self) -> Connection | None:
+    def _take(self) -> HostConnection | None:
         """An idle connection that the server has not closed meanwhile."""
         while True:
             with self._lock:
@@ -186,7 +186,7 @@ class Host:
                 return line
             line.close()
 
-    def _connect(self, end: float) -> Connection:
+    def _connect(self, end: float) -> HostConnection:
         seconds = max(min(end - time.monotonic(), STALL_SECONDS), 0.01)
         sock = socket.create_connection((self._where.host, self._where.port), timeout=seconds)
         try:
@@ -200,7 +200,7 @@ class Host:
                 raise self._tls_error(fault) from None
             raise
         self.address = sock.getsockname()[0]
-        return Connection(sock)
+        return HostConnection(sock)
 
     def _tls_error(self, fault: ssl.SSLError) -> Exception:
         if isinstance(fault, ssl.SSLCertVerificationError):
@@ -227,7 +227,7 @@ class _NoAnswer(ConnectionResetError):
     """The server closed the connection before the first byte of an answer."""
 
 
-class Connection:
+class HostConnection:
     """One connection: requests go out, and answers are read, each by its `end`. `OSError` where an
     answer breaks off or trickles."""
 

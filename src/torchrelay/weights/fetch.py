@@ -27,7 +27,7 @@ from torchrelay.parts.runs import (
     VolumeParts,
 )
 from torchrelay.parts.stream import HEAD_BYTES, MAGIC, ChunkHead
-from torchrelay.sources.connection import Answered, Connection
+from torchrelay.sources.connection import Answered, HostConnection
 from torchrelay.sources.remote_step import (
     SUPPLY_FAULTS,
     HttpSupplier,
@@ -176,7 +176,7 @@ class PartFetch:
             yield 0  # the reader has counted them
 
 
-def _receive(stream: Connection, into: Bytes, itemsize: int, buffer: memoryview) -> None:
+def _receive(stream: HostConnection, into: Bytes, itemsize: int, buffer: memoryview) -> None:
     """One part chunk, verified. `into` holds the bytes of the base."""
     head = ChunkHead.decoded(stream.read(HEAD_BYTES))
     if head.kind == WHOLE and head.nbytes == len(into):

@@ -3,7 +3,7 @@
 When a step is staged, a thread compares it with the newest one, while digests are made and after,
 if somebody has read parts of steps lately. It runs at a low priority, and readers do not wait for
 it to see the step. Memory that is compared is not written to: the next step waits a while until the
-changes are found, and then the comparison is given up. Subscribers read the parts that they want.
+changes are found, and then the comparison is given up.
 """
 
 from __future__ import annotations
@@ -12,21 +12,16 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
 
-from torchrelay.endpoint.server.http.requests import Refusal
 from torchrelay.endpoint.server.messages import FoundChanges, StageSlot, Volume
-from torchrelay.endpoint.server.snapshots import ServedSnapshot
-from torchrelay.errors import RemoteProtocolError
 from torchrelay.memory import threads
 from torchrelay.memory.pages import return_freed_memory
 from torchrelay.parts.bitmaps import Bits, VolumeBitmap, bits_bytes, changed, union
 from torchrelay.parts.fields import Field
-from torchrelay.parts.runs import MAX_RUNS, PartRuns, PartsRequest
-from torchrelay.parts.stream import WantedPart
 
 READY_SECONDS = 10.0  # that a reader waits for a comparison, and
 SETTLE_SECONDS = 2.0  # a publisher: far less than it waits for the server to answer
@@ -247,45 +242,3 @@ class ChangeHistory:
             steps = [one.facts() for one in self._known]
             total = sum(one.nbytes for one in self._known)
         return {"history": self.limit, "bytes": total, "steps": steps}
-
-
-def wanted_parts(
-    said: PartsRequest, snapshot: ServedSnapshot, changes: ChangeHistory | None
-) -> Iterator[WantedPart]:
-    """The parts, one volume after the other. `RemoteProtocolError` for malformed runs, `Refusal`
-    for volumes that are not here, both before the first part is taken."""
-    if not snapshot.complete:
-        raise Refusal(404, "the step is still arriving here")
-    found: dict[str, tuple[PartRuns, str | None]] = {}
-    count = 0
-    for wanted in said.volumes:
-        place = snapshot.place(wanted.name)
-        if place is None:
-            raise Refusal(404, "a volume is not here: /places.json says where it is")
-        runs = PartRuns.decoded(wanted.columns, place[1].nbytes)
-        found[wanted.name] = runs, wanted.base
-        count += len(runs)
-        if count > MAX_RUNS:
-            raise RemoteProtocolError(f"a request has at most {MAX_RUNS} runs")
-    return _opened(found, snapshot, changes)
-
-
-def _opened(
-    wanted: dict[str, tuple[PartRuns, str | None]],
-    snapshot: ServedSnapshot,
-    changes: ChangeHistory | None,
-) -> Iterator[WantedPart]:
-    """To be used while the snapshot is read, so that its memory is not taken back."""
-    if changes is not None:
-        changes.ask()
-    for name, (runs, base) in wanted.items():
-        found = snapshot.place(name)
-        if found is None:
-            raise ConnectionResetError("the step was replaced")
-        slot, volume = found
-        # A view of its own: the slot may be given back while this one is in use.
-        view = slot.view[volume.start : volume.start + volume.nbytes]
-        known = None
-        if base is not None and changes is not None:
-            known = changes.between(base, snapshot.id, name)
-        yield WantedPart(np.frombuffer(view, np.uint8), runs, known)

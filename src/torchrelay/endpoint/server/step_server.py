@@ -242,7 +242,7 @@ class App:
 
     def _parts(self, request: Request, connection: HttpConnection) -> None:
         # Imported for this alone: numpy takes as much memory as the server itself.
-        from torchrelay.endpoint.server.changes import wanted_parts
+        from torchrelay.endpoint.server.parts import wanted_parts
         from torchrelay.parts.runs import decode_request
         from torchrelay.parts.stream import part_stream
 
