@@ -16,8 +16,8 @@ import torchrelay as tr
 from torchrelay.deadlines import Deadline
 from torchrelay.endpoint import Encoding
 from torchrelay.endpoint.front import Endpoint
+from torchrelay.endpoint.server import changes as c
 from torchrelay.endpoint.server.messages import StageSlot, Volume
-from torchrelay.endpoint.server.updates import changes as c
 from torchrelay.errors import UsageError
 from torchrelay.parts.fields import Field
 

@@ -23,7 +23,7 @@ from torchrelay.endpoint.server.messages import FinishPublish, Show, StepRecord,
 from torchrelay.errors import PeerLostError, UsageError
 from torchrelay.plan.region import Stream
 from torchrelay.record.digest import digest
-from torchrelay.sources import device_source, lent_device
+from torchrelay.sources import device_source
 from torchrelay.sources.connection import Host
 from torchrelay.sources.device_source import DeviceSource
 from torchrelay.sources.endpoint import EndpointSource
@@ -104,10 +104,10 @@ def endpoint(monkeypatch: pytest.MonkeyPatch) -> Iterator[Endpoint]:
     arena = publisher.Arena
     monkeypatch.setattr(publisher, "Arena", lambda nbytes, pinned: arena(nbytes))
     monkeypatch.setattr(pull, "wants_gpu", lambda into, options: True)
-    monkeypatch.setattr(lent_device, "open_export", _opened)
-    monkeypatch.setattr(lent_device, "close_opening", lambda opened: None)
+    monkeypatch.setattr(device_source, "open_export", _opened)
+    monkeypatch.setattr(device_source, "close_opening", lambda opened: None)
     monkeypatch.setattr(
-        lent_device,
+        device_source,
         "device_bytes",
         lambda at, nbytes, device: torch.frombuffer(host_view(at, nbytes), dtype=torch.uint8),
     )
@@ -222,7 +222,7 @@ def test_a_publisher_that_dies_is_an_error(endpoint: Endpoint) -> None:
 def test_a_server_that_came_back_is_found_again(endpoint: Endpoint) -> None:
     endpoint.publish(_state(1), step=1).result(60)
     assert tr.pull(endpoint.url, timeout=60).report.route == "cuda_ipc"
-    endpoint._server.link.process.drop()
+    endpoint._server.process.drop()
     endpoint.publish(_state(2), step=2).result(60)
     got = tr.pull(endpoint.url, timeout=60)
     assert got.report.route == "cuda_ipc" and _is(got.state, 2)
@@ -245,7 +245,7 @@ def test_a_handle_of_too_little_memory_is_not_read(
 ) -> None:
     endpoint.publish(_state(1), step=1)
     monkeypatch.setattr(
-        lent_device, "open_export", lambda export: _opened(export)._replace(nbytes=100)
+        device_source, "open_export", lambda export: _opened(export)._replace(nbytes=100)
     )
     got = tr.pull(endpoint.url, timeout=60)
     assert got.report.instead == {"cuda_ipc": "a volume reaches out of the memory"}

@@ -91,7 +91,7 @@ def test_nothing_is_told_without_the_token(endpoint: Endpoint, path: str) -> Non
 
 
 def test_the_token_is_nowhere_to_be_seen(endpoint: Endpoint) -> None:
-    pid = endpoint._server.pid
+    pid = endpoint._server.process.pid
     for name in ("cmdline", "environ"):
         assert TOKEN.encode() not in Path(f"/proc/{pid}/{name}").read_bytes()
     assert TOKEN not in repr(endpoint.status())
@@ -325,7 +325,7 @@ def test_the_server_process_has_no_torch_and_ends_with_the_trainer(tmp_path: Pat
     program.write_text(
         "import os, torch, torchrelay as tr\n"
         "endpoint = tr.serve({'w': torch.ones(4)}, step=1, timeout=60)\n"
-        "print(endpoint._server.pid, flush=True)\n"
+        "print(endpoint._server.process.pid, flush=True)\n"
         "input()\n"
         "os._exit(9)\n"
     )

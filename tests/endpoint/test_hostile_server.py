@@ -225,7 +225,7 @@ def test_lies_about_ranges(
     stage: Stage, says: Callable[[int, int], bytes], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(connection, "STALL_SECONDS", 0.5)
-    monkeypatch.setattr("torchrelay.sources.suppliers.LAST_TRIES", 2)
+    monkeypatch.setattr("torchrelay.sources.remote_step.LAST_TRIES", 2)
     stage.show({"w": torch.ones(10)})
     with answering(_Liar(stage.url, says)) as url:
         fault = _refused(url)
@@ -237,7 +237,7 @@ def test_lies_about_ranges(
 
 def test_a_volume_that_trickles(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(connection, "STALL_SECONDS", 0.5)
-    monkeypatch.setattr("torchrelay.sources.suppliers.LAST_TRIES", 2)
+    monkeypatch.setattr("torchrelay.sources.remote_step.LAST_TRIES", 2)
     stage.show({"w": torch.ones(10)})
 
     def says(low: int, high: int) -> bytes:

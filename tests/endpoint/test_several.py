@@ -60,7 +60,7 @@ def test_one_killed_midway_and_one_with_a_flipped_byte(
 ) -> None:
     """The server process of the first is killed for real, while it sends."""
     doomed = tr.serve(_state(), step=5, timeout=30)
-    pid = doomed._server.pid
+    pid = doomed._server.process.pid
     assert pid is not None
     hit = threading.Event()
 
@@ -100,6 +100,24 @@ def test_a_connection_that_breaks_is_resumed_where_it_was(three: list[Endpoint])
         assert got.report.sources == {between.url: sum(got.report.sources.values())}
         wanted = [line for line in between.requests if "/volumes/" in line]
         assert len(wanted) >= 4
+
+
+def test_a_silent_server_does_not_keep_others_from_the_end(three: list[Endpoint]) -> None:
+    """A server that does not hear that a read is over keeps the step, and may skip a publish."""
+    over = threading.Event()
+
+    def silent(line: str, body: bytes) -> bytes | None:
+        if "/readers/" in line:
+            over.wait(60)
+            return None
+        return body
+
+    with Between(three[0].url, silent) as first:
+        got = _pull([first.url, three[1].url], timeout=60)
+        readers = three[1].status()["readers"]
+        over.set()
+    assert _is(got.state) and three[1].url in got.report.sources
+    assert readers == 0
 
 
 def test_all_of_them_lie(three: list[Endpoint]) -> None:

@@ -112,7 +112,7 @@ def test_a_thousand_clients_of_all_kinds() -> None:
     try:
         endpoint.publish(state, step=1).result(60)
         keeper.stage(1, state).result(60)
-        pids = {"endpoint": endpoint._server.pid or 0, "keeper": keeper.pid or 0}
+        pids = {"endpoint": endpoint._server.process.pid or 0, "keeper": keeper.pid or 0}
         before = {name: Sample.of(pid) for name, pid in pids.items()}
         targets = [
             target_of(endpoint.url, TOKEN, endpoint.status()),

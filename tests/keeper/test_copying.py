@@ -16,7 +16,7 @@ from torchrelay.endpoint.server.snapshots import ServedSnapshot, Slot
 from torchrelay.keeper.choice import KeeperRing
 from torchrelay.keeper.server.replication import CopyThread, WantedCopy
 from torchrelay.memory.pages import sealed_memory
-from torchrelay.sources import suppliers
+from torchrelay.sources import remote_step
 
 NBYTES, CHUNK = 1 << 20, 1 << 16
 DATA = os.urandom(NBYTES)
@@ -51,7 +51,7 @@ class _Answer(BaseHTTPRequestHandler):
 
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(suppliers, "PAUSES", (0.001, 0.001))
+    monkeypatch.setattr(remote_step, "PAUSES", (0.001, 0.001))
 
 
 @pytest.fixture

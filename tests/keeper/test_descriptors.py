@@ -70,7 +70,7 @@ def test_an_endpoint_lends_its_memory_again() -> None:
         host = Host(endpoint.url)
         facts = msgspec.json.decode(host.get("/local.json", seconds=30).body, type=LocalFacts)
         host.close()
-        pid = endpoint._server.pid
+        pid = endpoint._server.process.pid
         assert pid is not None
         strain(pid, facts.socket)
         got = tr.pull(endpoint.url, timeout=60)

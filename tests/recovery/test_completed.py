@@ -109,7 +109,7 @@ class FarEndpoint:
 
     def __init__(self, endpoint: Endpoint) -> None:
         self._source = EndpointSource(endpoint.url, same_host=False)
-        self.name, self.pid = endpoint.url, endpoint._server.pid
+        self.name, self.pid = endpoint.url, endpoint._server.process.pid
         self.end = self._source.end
         self.asked: list[str] = []
 

@@ -16,7 +16,7 @@ import torchrelay as tr
 from tests.endpoint.liars import answering, asked
 from tests.recovery.test_recover import Job, damage, saved
 from torchrelay.deadlines import Deadline
-from torchrelay.sources.store import StoreSource
+from torchrelay.sources.places import StoreSource
 
 
 def lists(body: bytes) -> Any:

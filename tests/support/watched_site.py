@@ -13,9 +13,9 @@ from urllib.parse import urlencode
 from tests.support.held_source import HeldSource
 from torchrelay.endpoint.page import PAGE
 from torchrelay.endpoint.page.answers import PageAnswers
-from torchrelay.endpoint.server.http.accepting import Acceptor
 from torchrelay.endpoint.server.http.connections import HttpConnection, HttpServer, Response
 from torchrelay.endpoint.server.http.requests import Refusal, Request
+from torchrelay.endpoint.server.http.sockets import Acceptor
 from torchrelay.inspection.seam import Contents
 
 

@@ -198,7 +198,7 @@ def test_a_server_that_is_killed_leaves_one_version(
         subscription, into = followed(wire.url)
         subscription.update()
         endpoint.publish(weights(2), step=2).result(TIMEOUT)
-        pid = endpoint._server.pid
+        pid = endpoint._server.process.pid
         assert pid is not None
         server = os.pidfd_open(pid)
         where = once_at(wire, *PHASES[phase], lambda: os.kill(pid, signal.SIGKILL))
@@ -234,7 +234,7 @@ def test_a_server_that_stands_still(same_host: bool) -> None:
         subscription, into = followed(endpoint.url, same_host=same_host)
         subscription.update()
         endpoint.publish(weights(2), step=2).result(TIMEOUT)
-        with stopped(endpoint._server.pid), pytest.raises(tr.RelayError):
+        with stopped(endpoint._server.process.pid), pytest.raises(tr.RelayError):
             subscription.update(timeout=1)
         assert version_of(into) == 1
         assert subscription.update(timeout=TIMEOUT).step == version_of(into) == 2
@@ -246,7 +246,7 @@ def test_a_server_that_stops_within_a_stream(wires: Callable[[str], Wire]) -> No
         subscription, into = followed(wire.url)
         subscription.update()
         endpoint.publish(weights(2), step=2).result(TIMEOUT)
-        pid = endpoint._server.pid or 0
+        pid = endpoint._server.process.pid or 0
 
         def stop(data: bytes) -> bytes:
             os.kill(pid, signal.SIGSTOP)
@@ -270,7 +270,7 @@ def test_a_server_that_stops_within_a_stream_is_replaced(wires: Callable[[str], 
     ):
         wire, spare = wires(one.url), wires(other.url)
         subscription, into = followed([wire.url, spare.url])
-        pid = one._server.pid or 0
+        pid = one._server.process.pid or 0
 
         def stop(data: bytes) -> bytes:
             os.kill(pid, signal.SIGSTOP)
@@ -304,7 +304,7 @@ def train(rank: int, group: Any, versions: int) -> None:
         for version in range(1, versions + 1):
             if version > 1:
                 endpoint.publish(state(version), step=version).result(TIMEOUT)
-            tell((endpoint.url, endpoint._server.pid))
+            tell((endpoint.url, endpoint._server.process.pid))
             reached("published", hold=True)
 
 
@@ -378,7 +378,7 @@ def replicate(rank: int, group: Any, job: str) -> None:
     with tr.serve(state, step=1, access=access, group=mine, timeout=TIMEOUT) as endpoint:
         endpoint.publish(state, step=1).result(TIMEOUT)
         other = None if keeper is None else keeper.url
-        tell((endpoint.url, endpoint._server.pid, other))
+        tell((endpoint.url, endpoint._server.process.pid, other))
         reached("published", hold=True)
 
 

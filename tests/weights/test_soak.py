@@ -65,7 +65,7 @@ def publish(rank: int, group: Any, version: int) -> tuple[str, int, Sample]:
             assert time.monotonic() < end, shown.skipped  # a reader that is gone is dropped
         shown.result(TIMEOUT)
     gc.collect()
-    server: int = _kept["endpoint"]._server.pid
+    server: int = _kept["endpoint"]._server.process.pid
     return _kept["endpoint"].url, server, Sample.of(os.getpid())
 
 

@@ -28,7 +28,7 @@ from torchrelay.pending import Pending
 from torchrelay.progress import ProgressCallback
 from torchrelay.record.schema import Record
 from torchrelay.results import Loaded, Report
-from torchrelay.sources.store import StoreSource
+from torchrelay.sources.places import StoreSource
 from torchrelay.steps import check_step
 from torchrelay.stores.locate import open_store
 from torchrelay.stores.retry import Retry

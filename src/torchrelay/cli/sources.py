@@ -110,7 +110,7 @@ def is_place(name: str) -> bool:
 
 
 def _open_step(name: str, step: int | None) -> OpenedState:
-    from torchrelay.sources.store import StoreSource
+    from torchrelay.sources.places import StoreSource
     from torchrelay.stores.locate import open_store, split_step
 
     place, named = split_step(name)

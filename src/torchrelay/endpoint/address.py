@@ -42,6 +42,9 @@ class Address(NamedTuple):
             return socket.gethostname()
         return f"[{self.host}]" if address.version == 6 else self.host
 
+    def url(self, *, tls: bool) -> str:
+        return f"{'https' if tls else 'http'}://{self.shown}:{self.port}"
+
     def check(self, token: str | None) -> None:
         """`UsageError` where strangers could read the state."""
         if self.is_loopback:

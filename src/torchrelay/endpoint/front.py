@@ -2,25 +2,22 @@
 
 from __future__ import annotations
 
-import threading
 from contextlib import suppress
 from typing import Any, Literal
 
 from torchrelay.coordination.coordinator import Coordinator
-from torchrelay.deadlines import Deadline, Timeout, seconds_of
+from torchrelay.deadlines import Timeout, seconds_of
 from torchrelay.endpoint.address import Address
 from torchrelay.endpoint.encoding import Encoding
 from torchrelay.endpoint.publish.device_slots import check_choice
-from torchrelay.endpoint.publish.policy import Policy
 from torchrelay.endpoint.publish.publisher import Publisher
 from torchrelay.endpoint.publish.server_process import ServerProcess
 from torchrelay.endpoint.server import messages as m
 from torchrelay.endpoint.server.messages import CONNECTIONS, HOLD_SECONDS, STALL_SECONDS
 from torchrelay.errors import RelayError, UsageError
-from torchrelay.owner import Owner, close_at_exit
+from torchrelay.owner import close_at_exit
 from torchrelay.pending import Pending
 from torchrelay.sources.access import Access
-from torchrelay.steps import check_step
 
 
 class Endpoint:
@@ -38,12 +35,11 @@ class Endpoint:
         connections: int,
         encoding: Encoding | None,
     ) -> None:
-        self._all = Coordinator.of(group, "endpoint")
-        with self._all.joining():
-            self._timeout = seconds_of(timeout)
-            self._address = Address.parse(address)
-            access = access or Access()
-            self._address.check(access.secret())
+        ranks = Coordinator.of(group, "endpoint")
+        with ranks.joining():
+            seconds = seconds_of(timeout)
+            place, access = Address.parse(address), access or Access()
+            place.check(access.secret())
             for name, value in (("hold", hold), ("stall", stall)):
                 if not 0 < value < 1e6:
                     raise UsageError(f"{name} must be a positive number of seconds, not {value!r}")
@@ -52,29 +48,21 @@ class Endpoint:
             if not isinstance(encoding, (Encoding, type(None))):
                 raise UsageError(f"encoding is an Encoding, not {type(encoding).__name__}")
             encoding = encoding or Encoding()
-            self._owner = Owner("Endpoint")
-            self._scheme = access.scheme
             # Ranks of one host cannot share a port: the first has it, the others take free ones.
-            port = self._address.port if self._all.coordinates else 0
-            listen = m.Listen.at(self._address.host, port, access)
+            listen = m.Listen.at(place.host, place.port if ranks.coordinates else 0, access)
             listen.hold, listen.stall, listen.connections = hold, stall, connections
             listen.history = encoding.history
             self._server = ServerProcess(listen)
-            self._server.start(self._timeout)
+            self._server.start(seconds)
         self._publisher = Publisher(
-            self._all, self._server.link, self._server.start, self._own_url, Policy(), encoding
+            ranks, self._server, seconds, "Endpoint", "call serve again", encoding
         )
-        self._closed = False
-        self._calls = threading.RLock()
         close_at_exit(self)
-
-    def _own_url(self) -> str:
-        return f"{self._scheme}://{self._address.shown}:{self._server.port}"
 
     @property
     def url(self) -> str:
         """Where to read all of the state. All ranks of a group have the URL of the first."""
-        return self._publisher.urls[0] if self._publisher.urls else self._own_url()
+        return self._publisher.urls[0] if self._publisher.urls else self._server.url
 
     def publish(
         self,
@@ -96,29 +84,16 @@ class Endpoint:
         and frees what was taken of the GPU. "auto": on the GPU where a quarter of its memory stays
         free next to what training has used at its peak.
         """
-        self._check_open()
-        step = check_step(step)
         check_choice(stage_on)
-        with self._calls:
-            deadline = Deadline(self._timeout if timeout is None else timeout)
-            return self._publisher.publish(state, step, deadline, stage_on)
+        return self._publisher.publish(state, step, timeout, stage_on)
 
     def status(self) -> dict[str, Any]:
         """The steps, readers and counts of this rank's server, as `/status.json` has them."""
-        self._check_open()
-        return self._server.link.status(self._timeout)
-
-    def _check_open(self) -> None:
-        self._owner.check()
-        if self._closed:
-            raise UsageError("this endpoint is closed: call serve again")
+        return self._publisher.status()
 
     def close(self) -> None:
         """Stop serving, and free the memory."""
-        if not self._owner.here or self._closed:
-            return
-        self._closed = True
-        self._publisher.close(self._timeout)
+        self._publisher.close()
 
     def _detach_after_fork(self) -> None:
         self._publisher.detach_after_fork()

@@ -16,12 +16,11 @@ from torchrelay.checkpointer.loader import Loader
 from torchrelay.coordination.coordinator import Coordinator
 from torchrelay.deadlines import Deadline, Timeout
 from torchrelay.endpoint.pull_options import PullOptions, check_options, load_request, wants_gpu
-from torchrelay.endpoint.reshare.seeding import SeedingSource
+from torchrelay.endpoint.reshare.swarm import SeedingSource
 from torchrelay.errors import RelayError, StorageTimeoutError, TransferTimeoutError, UsageError
 from torchrelay.memory.pool import Pool, Pooled, usual_limit
-from torchrelay.results import Loaded, Outcome, Peer
+from torchrelay.results import Loaded
 from torchrelay.sources.access import Access
-from torchrelay.sources.device_source import NAME as CUDA_IPC
 from torchrelay.sources.device_source import DeviceSource
 from torchrelay.sources.endpoint import EndpointSource
 from torchrelay.sources.peer import PeerSource
@@ -164,32 +163,12 @@ def _pulled(
     on_device: DeviceSource | None,
 ) -> Loaded:
     """The result, with what the source knows of its servers."""
-    if on_device is not None and on_device.used:
-        outcome = Outcome(route=CUDA_IPC, bytes=loaded.report.bytes)
-        report = replace(loaded.report, peers={on_device.name: outcome}, verified=verify)
-        return replace(loaded, report=report)
-    seed = None if seeding is None else seeding.seed
+    if on_device is not None:
+        return on_device.reported(loaded, "http", verify=verify)
+    swarm = None if seeding is None else seeding.swarm
+    if swarm is not None:
+        loaded = replace(loaded, seed=swarm.seed)
     endpoint = origin.endpoint if isinstance(origin, PeerSource) else origin
     if not isinstance(endpoint, EndpointSource):
-        return replace(loaded, seed=seed)
-    swarm = None if seeding is None else seeding.swarm
-    supplied = {**endpoint.supplied, **(swarm.supplied if swarm else {})}
-    route = "mapped" if endpoint.mapped else "http"
-    # Memory that is mapped is not counted by URL.
-    given = supplied or loaded.report.sources
-    peers: dict[Peer, Outcome] = {
-        url: Outcome(route=route, bytes=nbytes) for url, nbytes in given.items()
-    }
-    for url, why in {**endpoint.faulty, **(swarm.faulty if swarm else {})}.items():
-        peers[url] = Outcome("failed", why, bytes=supplied.get(url))
-    report = replace(
-        loaded.report,
-        peers=peers,
-        verified=verify or not endpoint.mapped,
-        instead={
-            **endpoint.instead,
-            **(on_device.instead if on_device is not None else {}),
-            **loaded.report.instead,
-        },
-    )
-    return replace(loaded, report=report, seed=seed)
+        return loaded
+    return endpoint.reported(loaded, "http", verify=verify, others=swarm)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import threading
+import os
 from contextlib import suppress
 from typing import Any
 
@@ -11,20 +11,19 @@ import msgspec
 from torchrelay.coordination.coordinator import Coordinator
 from torchrelay.deadlines import Deadline, Timeout, seconds_of
 from torchrelay.endpoint.address import Address
-from torchrelay.endpoint.publish.publisher import Publisher
+from torchrelay.endpoint.publish.publisher import Publisher, StagedStep
 from torchrelay.endpoint.server import messages as m
 from torchrelay.errors import EndpointError, UsageError
-from torchrelay.keeper.policy import KeeperPolicy, LentSlot
-from torchrelay.keeper.process import KeeperName, KeeperProcess
+from torchrelay.keeper.process import ASK_SECONDS, KeeperName, KeeperProcess
 from torchrelay.keeper.server import messages as k
 from torchrelay.keeper.server.messages import LEASE_SECONDS, RATE, STEPS, JoinKeeper
 from torchrelay.machine import machine
-from torchrelay.owner import Owner, close_at_exit
+from torchrelay.memory.arena import Arena
+from torchrelay.owner import close_at_exit
 from torchrelay.pending import Pending
 from torchrelay.record.schema import Record
 from torchrelay.sources.access import Access
 from torchrelay.sources.endpoint import EndpointSource
-from torchrelay.steps import check_step
 from torchrelay.stores.shares.planner import PlannedShare
 from torchrelay.stores.shares.share import Share
 
@@ -98,34 +97,26 @@ class Keeper:
         self._all = Coordinator.of(group, "keeper")
         with self._all.joining():
             self._timeout = seconds_of(timeout)
-            self._owner = Owner("Keeper")
             self._name = KeeperName.of(job)
-            self._access, self._address = access or Access(), Address.parse(address)
-            bounds = (memory, steps, copies, rate, lease)
-            join = JoinKeeper.of(self._address, self._access, *bounds)
+            self._access, place = access or Access(), Address.parse(address)
+            join = JoinKeeper.of(place, self._access, memory, steps, copies, rate, lease)
             given = join.listen.token is not None
-            self._process = KeeperProcess(self._name, join)
-            self._process.start(self._timeout)
-        self._keeper = self._process.link
-        self._token, self._known = "", list[str]()
-        self._closed = False
-        self._calls = threading.RLock()
-        policy = KeeperPolicy(self._keeper, join, self._meet)
+            self._server = KeeperProcess(self._name, join)
+            self._server.start(self._timeout)
         self._publisher = Publisher(
-            self._all, self._keeper, self._process.start, lambda: self.url, policy
+            self._all, self._server, self._timeout, "Keeper", "make another of the same job"
         )
         try:
-            self._gather(given)
+            self._gather(given, place)
         except BaseException:
-            self._keeper.process.close()
+            self._server.process.close()
             raise
         close_at_exit(self)
 
-    def _gather(self, given: bool) -> None:
+    def _gather(self, given: bool, place: Address) -> None:
         """All ranks learn where the keepers are, and agree on one token."""
         deadline = Deadline(self._timeout)
-        joined = self._process.joined
-        assert joined is not None
+        joined = self._server.joined
         call = self._all.call("join")
 
         def mine() -> bytes:
@@ -134,10 +125,10 @@ class Keeper:
 
         def decide(said: list[bytes]) -> list[bytes]:
             ranks = [_present.decode(data) for data in said]
-            if self._address.is_loopback and len({rank.machine for rank in ranks}) > 1:
+            if place.is_loopback and len({rank.machine for rank in ranks}) > 1:
                 raise UsageError(
-                    f"keepers on several machines do not reach each other at "
-                    f"{self._address.host}: give an address that the others reach, as 0.0.0.0:0"
+                    f"keepers on several machines do not reach each other at {place.host}: give "
+                    "an address that the others reach, as 0.0.0.0:0"
                 )
             tokens = {rank.token for rank in ranks if rank.given}
             if len(tokens) > 1:
@@ -151,29 +142,20 @@ class Keeper:
             return [msgspec.msgpack.encode(answer)] * len(said)
 
         found = _together.decode(call.round("join", mine, decide, deadline))
-        self._token, self._known = found.token, found.known
-        join = self._process.join
-        join.listen.token = found.token  # for a keeper that has to be started again
+        self._server.agree(found.token, found.known)
 
         def meet() -> bytes:
-            self._meet(found.urls)
+            self._server.meet(found.urls, deadline)
             self._publisher.urls = found.urls
             return b""
 
         call.round("meet", meet, lambda said: said, deadline)
         call.drain()
 
-    def _meet(self, urls: list[str]) -> None:
-        members = k.Members(urls, self.url, self._token)
-        self._keeper.ask(members, m.Obeyed, self._timeout)
-        self._known = list(dict.fromkeys([*urls, *self._known]))
-
     @property
     def url(self) -> str:
         """The URL of this host's keeper."""
-        assert self._process.joined is not None
-        port = self._process.joined.port
-        return f"{self._access.scheme}://{self._address.shown}:{port}"
+        return self._server.url
 
     @property
     def urls(self) -> list[str]:
@@ -183,7 +165,7 @@ class Keeper:
     @property
     def pid(self) -> int | None:
         """The process of this host's keeper."""
-        return None if self._process.joined is None else self._process.joined.pid
+        return self._server.joined.pid
 
     def stage(self, step: int, state: object, *, timeout: Timeout | None = None) -> Pending:
         """Copy a state to the keeper's memory and return; the keeper hashes it and shows it.
@@ -193,30 +175,23 @@ class Keeper:
         keeper's budget the step is skipped, and `Pending.skipped` says why. A keeper that was
         lost is started again. Ranks of a group call it together.
         """
-        self._owner.check()
-        step = check_step(step)
-        with self._calls:
-            if self._closed:
-                raise UsageError("this keeper was closed: make another Keeper of the same job")
-            deadline = Deadline(self._timeout if timeout is None else timeout)
-            return self._publisher.publish(state, step, deadline)
+        return self._publisher.publish(state, step, timeout)
 
     def _lend(
         self, step: int, share: Share, outlined: Record | None, timeout: float
     ) -> LentSlot | None:
         """For a `Checkpointer`: stage what it has planned, and lend it the memory to write from;
         None where the step has to be skipped."""
-        self._owner.check()
-        with self._calls:
-            if self._closed:
-                return None
-            deadline = Deadline(min(timeout, self._timeout))
+        publisher = self._publisher
+        if publisher.closed:
+            return None
+        with publisher.open(min(timeout, self._timeout)) as deadline:
             planned = PlannedShare(share, outlined)
-            _, staged = self._publisher.publish_planned(lambda _: planned, step, deadline)
+            _, staged = publisher.publish_planned(lambda _: planned, step, deadline)
             if staged is None:
                 return None
-            self._keeper.ask(k.HoldSlot(staged.slot, True), m.Obeyed, deadline.left())
-            return LentSlot(self._keeper, self._publisher.arenas[staged.slot], staged)
+            arena = publisher.arenas[staged.slot]
+            return LentSlot(self._server, arena, staged, deadline.left())
 
     def _is_for(self, rank: int, world: int) -> bool:
         """Whether the ranks that stage together are these."""
@@ -224,29 +199,25 @@ class Keeper:
 
     def source(self) -> EndpointSource:
         """The steps of all keepers of the job, as a source of `recover`."""
-        self._owner.check()
-        access = Access(token=self._token, cafile=self._access.cafile)
-        return EndpointSource(self._known, access=access, job=self._name.job)
+        self._publisher.owner.check()
+        access = Access(token=self._server.token, cafile=self._access.cafile)
+        return EndpointSource(self._server.known, access=access, job=self._name.job)
 
     def status(self) -> dict[str, Any]:
         """The steps, copies and readers of this host's keeper."""
-        self._owner.check()
-        return self._keeper.status(self._timeout)
+        return self._publisher.status()
 
     def close(self) -> None:
         """Disconnect from the keeper, which continues for the length of its lease."""
-        if not self._owner.here or self._closed:
-            return
-        self._closed = True
-        self._publisher.close(self._timeout)
+        self._publisher.close()
 
     def end(self) -> None:
         """End this host's keeper and free its steps."""
-        self._owner.check()
-        if not self._closed:
+        self._publisher.owner.check()
+        if not self._publisher.closed:
             self._publisher.settle(self._timeout)
         with suppress(EndpointError):  # another rank has ended it
-            self._keeper.ask(k.End(), m.Obeyed, self._timeout)
+            self._server.ask(k.End(), m.Obeyed, self._timeout)
         self.close()
 
     def _detach_after_fork(self) -> None:
@@ -257,3 +228,28 @@ class Keeper:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+class LentSlot:
+    """The memory of a staged step, for a `Checkpointer` that writes it to disk: files as in an
+    `Arena`, and where each volume starts. It stays as it is until `release`, whatever becomes of
+    the keeper."""
+
+    def __init__(
+        self, keeper: KeeperProcess, arena: Arena, staged: StagedStep, left: float
+    ) -> None:
+        keeper.ask(k.HoldSlot(staged.slot, True), m.Obeyed, left)
+        self._keeper, self._generation = keeper, keeper.process.generation
+        self._slot = staged.slot
+        self.fds = [os.dup(fd) for fd in arena.fds]
+        self.each, self.nbytes = arena.each, arena.nbytes
+        self.starts = [volume.start for volume in staged.volumes]
+
+    def release(self) -> None:
+        """Another step may be staged there. Never raises."""
+        fds, self.fds = self.fds, []
+        for fd in fds:
+            os.close(fd)
+        if fds and self._keeper.process.generation == self._generation:
+            with suppress(EndpointError):  # it is lost, and its slots with it
+                self._keeper.ask(k.HoldSlot(self._slot, False), m.Obeyed, ASK_SECONDS)

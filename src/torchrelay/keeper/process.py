@@ -11,11 +11,13 @@ from typing import Any, NamedTuple
 
 import msgspec
 
+from torchrelay.coordination.messages import decoded
 from torchrelay.deadlines import Deadline
-from torchrelay.endpoint.publish.server_process import START_SECONDS, ServerLink
+from torchrelay.endpoint.publish.server_process import START_SECONDS, ServerProcess
 from torchrelay.endpoint.server import messages as m
-from torchrelay.endpoint.server.http.admission import user_of
+from torchrelay.endpoint.server.http.sockets import user_of
 from torchrelay.errors import EndpointError, UsageError
+from torchrelay.keeper.choice import check_budget, choose
 from torchrelay.keeper.server import messages as k
 from torchrelay.stores.writer.child_process import ChildProcess, launch
 from torchrelay.stores.writer.frames import exchange, has_hung_up
@@ -27,6 +29,7 @@ _PREFIX = "torchrelay-keeper"
 _WORD = re.compile(r"[A-Za-z0-9._-]{1,32}")
 
 _answer = msgspec.msgpack.Decoder(k.KeeperAnswer)
+_reported = msgspec.msgpack.Decoder(tuple[int, k.KeeperReport])
 
 
 class KeeperName(NamedTuple):
@@ -124,33 +127,66 @@ class KeeperSocket(ChildProcess):
         return True
 
 
-class KeeperProcess:
-    """The keeper of this host, joined. One that was lost is started again."""
+class KeeperProcess(ServerProcess):
+    """The keeper of this host, joined; every keeper lists a step. One that was lost is started
+    again."""
+
+    operation = "stage"
+    on_devices = False
 
     def __init__(self, name: KeeperName, join: k.JoinKeeper) -> None:
-        self.link = ServerLink(KeeperSocket(name), _answer, "the keeper")
-        self.join = join
-        self.joined: k.Joined | None = None
+        super().__init__(join.listen, KeeperSocket(name), _answer, "the keeper")
+        self._join = join
+        self.joined = k.Joined(0, "", [], 0)  # until `start`
+        self.known: list[str] = []  # keepers of the job, now and before
+        self._budgets: list[int] = []  # the coordinator's: of each rank's keeper
 
-    def start(self, timeout: float) -> bool:
-        """Be joined with it, within that many seconds; whether it is a new one."""
-        deadline = Deadline(max(0.001, min(timeout, START_SECONDS)))
-        if not self.link.start(deadline):
-            return False
+    @property
+    def token(self) -> str:
+        return self._join.listen.token or ""
+
+    def _begin(self, deadline: Deadline) -> None:
         while True:
             try:
-                self.joined = self.link.ask(self.join, k.Joined, deadline.left())
-                return True
+                self.joined = self.ask(self._join, k.Joined, deadline.left())
+                self.port = self.joined.port
+                return
             except EndpointError as fault:
                 if "refused" in fault.message:
-                    self.link.process.drop()
+                    self.process.drop()
                     raise UsageError(
                         f"the keeper does not take this worker: {fault.message}"
                     ) from None
                 if deadline.passed:
                     raise
             time.sleep(_PAUSE)  # one that was just about to end
-            self.link.start(deadline)
+            self._launch(deadline)
+
+    def agree(self, token: str, known: list[str]) -> None:
+        """The ranks have agreed on a token, also for a keeper that has to be started again."""
+        self._join.listen.token, self.known = token, known
+
+    def meet(self, urls: list[str], deadline: Deadline) -> None:
+        self.ask(k.Members(urls, self.url, self.token), m.Obeyed, deadline.left())
+        self.known = list(dict.fromkeys([*urls, *self.known]))
+
+    def report(self, deadline: Deadline) -> bytes:
+        found = self.ask(k.AskReport(), k.KeeperReport, deadline.left())
+        return msgspec.msgpack.encode((self._join.memory, found))
+
+    def choose(self, reports: list[bytes], urls: list[str], step: int) -> tuple[bytes, str]:
+        found = [decoded(_reported, data, rank) for rank, data in enumerate(reports)]
+        self._budgets = [memory for memory, _ in found]
+        copies = len(set(urls)) > 1 and self._join.copies > 0
+        once = {url: reported for url, (_, reported) in zip(urls, found, strict=True)}
+        decision, why = choose(list(once.values()), step, copies=copies)
+        return msgspec.msgpack.encode(decision), why
+
+    def check(self, parts: list[int], urls: list[str]) -> None:
+        check_budget(parts, urls, self._budgets, self._join.copies)
+
+    def listing(self, urls: list[str]) -> set[int]:
+        return {urls.index(url) for url in urls}
 
 
 def ask(name: KeeperName, request: k.KeeperRequest) -> k.KeeperAnswer | None:

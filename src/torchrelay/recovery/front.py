@@ -15,7 +15,7 @@ from torchrelay.coordination.call import Call
 from torchrelay.coordination.coordinator import Coordinator
 from torchrelay.deadlines import Deadline, Stopwatch, Timeout, seconds_of
 from torchrelay.endpoint.pull_options import PullOptions, check_options, load_request
-from torchrelay.endpoint.reshare.seeding import SeedingSource, can_be_seeded
+from torchrelay.endpoint.reshare.swarm import SeedingSource, can_be_seeded
 from torchrelay.errors import (
     FormatError,
     MismatchError,

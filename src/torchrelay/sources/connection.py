@@ -7,6 +7,7 @@ and a child of a fork has the same deadlines.
 
 from __future__ import annotations
 
+import math
 import select
 import socket
 import ssl
@@ -85,7 +86,7 @@ class Host:
         if reader:
             headers["Torchrelay-Reader"] = reader
         self._headers = "".join(f"{name}: {value}\r\n" for name, value in headers.items())
-        self._idle: list[_Connection] = []
+        self._idle: list[HostConnection] = []
         self._lock = threading.Lock()
         self.address = ""  # of this end, once it was connected
 
@@ -110,16 +111,15 @@ class Host:
             self.post(f"/readers/{self._reader}", msgspec.json.encode(body), seconds=seconds)
 
     def _small(self, request: str, body: bytes, seconds: float, limit: int) -> Reply:
-        end = time.monotonic() + seconds
         more = f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n" if body else ""
-        with self._connected(end) as line:
-            head = line.ask(self._request(request, more) + body, end)
+        with self._connected(seconds) as line:
+            head = line.ask(self._request(request, more) + body)
             length = 0 if head.status == 204 else head.length
             if length is None:
                 raise ValueError("an answer of unknown length")
             if length > limit:
                 raise ValueError(f"{length} bytes, where at most {limit} are expected")
-            return Reply(head.status, head.headers, line.read(length, end))
+            return Reply(head.status, head.headers, line.read(length))
 
     def read(
         self, path: str, start: int, views: Sequence[memoryview], *, seconds: float
@@ -127,40 +127,38 @@ class Host:
         """Fill views from bytes of a volume; yields how many have come, piece by piece."""
         stop = start + sum(map(len, views))
         wanted = f"bytes {start}-{stop - 1}"
-        end = time.monotonic() + seconds
-        soon = min(end, time.monotonic() + HEADER_SECONDS)
-        with self._connected(soon) as line:
+        with self._connected(seconds) as line:
             request = self._request(f"GET {path}", f"Range: {wanted.replace(' ', '=')}\r\n")
-            head = line.ask(request, soon)
+            head = line.ask(request, HEADER_SECONDS)
             if head.status == 200:
                 raise ValueError("it ignores byte ranges")
-            line.expect(206, head, end)
+            line.expect(206, head)
             given = head.headers.get("content-range", "").partition("/")[0]
             if given != wanted or head.length != stop - start:
                 raise ValueError(f"{wanted} were asked for, the answer has {given[:80]!r}")
             for view in views:
-                yield from line.fill(view, end)
+                yield from line.fill(view)
 
     @contextmanager
-    def stream(self, path: str, body: bytes, *, seconds: float) -> Iterator[AnswerStream]:
+    def stream(self, path: str, body: bytes, *, seconds: float) -> Iterator[HostConnection]:
         """Within: an answer of unknown length to a POST of MessagePack. `Answered` for any other
         status than 200."""
-        end = time.monotonic() + seconds
-        soon = min(end, time.monotonic() + HEADER_SECONDS)
-        with self._connected(soon) as line:
+        with self._connected(seconds) as line:
             more = f"Content-Type: application/msgpack\r\nContent-Length: {len(body)}\r\n"
-            head = line.ask(self._request(f"POST {path}", more) + body, soon)
-            line.expect(200, head, end)
+            head = line.ask(self._request(f"POST {path}", more) + body, HEADER_SECONDS)
+            line.expect(200, head)
             line.keeps = False
-            yield AnswerStream(line, end)
+            yield line
 
     def _request(self, first: str, more: str) -> bytes:
         return f"{first} HTTP/1.1\r\n{self._headers}{more}\r\n".encode("latin-1")
 
     @contextmanager
-    def _connected(self, end: float) -> Iterator[_Connection]:
+    def _connected(self, seconds: float) -> Iterator[HostConnection]:
         """Within: a connection for one request. It is reused where all of the answer was read."""
+        end = time.monotonic() + seconds
         line, reusable = self._take() or self._connect(end), False
+        line.end = end
         try:
             yield line
             self._may_want_tls = False
@@ -179,7 +177,7 @@ class Host:
             else:
                 line.close()
 
-    def _take(self) -> _Connection | None:
+    def _take(self) -> HostConnection | None:
         """An idle connection that the server has not closed meanwhile."""
         while True:
             with self._lock:
@@ -188,7 +186,7 @@ class Host:
                 return line
             line.close()
 
-    def _connect(self, end: float) -> _Connection:
+    def _connect(self, end: float) -> HostConnection:
         seconds = max(min(end - time.monotonic(), STALL_SECONDS), 0.01)
         sock = socket.create_connection((self._where.host, self._where.port), timeout=seconds)
         try:
@@ -202,7 +200,7 @@ class Host:
                 raise self._tls_error(fault) from None
             raise
         self.address = sock.getsockname()[0]
-        return _Connection(sock)
+        return HostConnection(sock)
 
     def _tls_error(self, fault: ssl.SSLError) -> Exception:
         if isinstance(fault, ssl.SSLCertVerificationError):
@@ -225,36 +223,21 @@ class Host:
             line.close()
 
 
-class AnswerStream:
-    """The bytes of an answer in their order. `OSError` where it breaks off, or trickles."""
-
-    def __init__(self, line: _Connection, end: float) -> None:
-        self._line, self._end = line, end
-        self.nbytes = 0  # that have come
-
-    def read(self, nbytes: int) -> bytes:
-        data = bytearray(nbytes)
-        self.fill(memoryview(data))
-        return bytes(data)
-
-    def fill(self, view: memoryview) -> None:
-        self._line.left = len(view)
-        for done in self._line.fill(view, self._end):
-            self.nbytes += done
-
-
 class _NoAnswer(ConnectionResetError):
     """The server closed the connection before the first byte of an answer."""
 
 
-class _Connection:
-    """One connection: requests go out, and answers are read, each by an end."""
+class HostConnection:
+    """One connection: requests go out, and answers are read, each by its `end`. `OSError` where an
+    answer breaks off or trickles."""
 
     def __init__(self, sock: socket.socket) -> None:
         self._sock = sock
         self._ahead = bytearray()  # bytes that came together with the head
         self._wakes = 1
+        self.end = 0.0  # of the request under way
         self.left = 0  # bytes of the body that were not read yet
+        self.nbytes = 0  # that were read as a whole
         self.keeps = True  # whether the server takes another request
 
     @property
@@ -264,8 +247,9 @@ class _Connection:
         found.register(self._sock, select.POLLIN)
         return bool(found.poll(0))
 
-    def ask(self, request: bytes, end: float) -> Head:
-        """Send a request; the head of its answer."""
+    def ask(self, request: bytes, seconds: float = math.inf) -> Head:
+        """Send a request; the head of its answer, which has to be here within that long."""
+        end = min(self.end, time.monotonic() + seconds)
         self._sock.settimeout(_left(end))
         self._sock.sendall(request)
         self._wake_at(1)
@@ -291,26 +275,31 @@ class _Connection:
         self._ahead = data[at + len(END) :]
         return parse_head(bytes(data[:at]))
 
-    def expect(self, status: int, head: Head, end: float) -> None:
+    def expect(self, status: int, head: Head) -> None:
         """`Answered` for an answer with another status."""
         if head.status != status:
-            text = self.read(min(head.length or 0, 300), end)
+            text = self.read(min(head.length or 0, 300))
             raise Answered(Reply(head.status, head.headers, text))
 
-    def read(self, nbytes: int, end: float) -> bytes:
+    def read(self, nbytes: int) -> bytes:
         data = bytearray(nbytes)
-        for _ in self.fill(memoryview(data), end):
-            pass
+        self.read_into(memoryview(data))
         return bytes(data)
 
-    def fill(self, view: memoryview, end: float) -> Iterator[int]:
+    def read_into(self, view: memoryview) -> None:
+        """Fill a view from the body, also from one of unknown length."""
+        self.left = max(self.left, len(view))
+        for done in self.fill(view):
+            self.nbytes += done
+
+    def fill(self, view: memoryview) -> Iterator[int]:
         """Fill a view from the body; yields bytes as they have come. `TimeoutError` for a body that
         trickles."""
         while len(view):
             # WAKE_BYTES behind the piece wake a reader; none are behind the last one.
             some = self.left - WAKE_BYTES if self.left > WAKE_BYTES else self.left
             piece = view[: min(READ_BYTES, some)]
-            limit = min(end, time.monotonic() + STALL_SECONDS + len(piece) / SLOW_RATE)
+            limit = min(self.end, time.monotonic() + STALL_SECONDS + len(piece) / SLOW_RATE)
             while len(piece):
                 done = self._some(piece, limit)
                 if not done:

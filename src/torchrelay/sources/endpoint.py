@@ -10,8 +10,9 @@ import secrets
 import time
 from collections.abc import Callable, Iterable, Mapping
 from copy import copy
+from dataclasses import replace
 from functools import partial
-from typing import Annotated, TypeVar
+from typing import Annotated, Protocol, TypeVar
 
 import msgspec
 
@@ -28,17 +29,18 @@ from torchrelay.errors import (
 from torchrelay.memory.crew import Crew
 from torchrelay.record.encoding import content_digest, decode_at_rest
 from torchrelay.record.schema import Record
+from torchrelay.results import Loaded, Outcome, Peer
 from torchrelay.sources.access import Access
 from torchrelay.sources.connection import RECORD_BYTES, Host, Reply
 from torchrelay.sources.lent_memory import Count, LentMemory, LocalFacts
-from torchrelay.sources.remote_step import RemoteStep
-from torchrelay.sources.suppliers import HttpSupplier, Supplier, Suppliers
+from torchrelay.sources.remote_step import HttpSupplier, RemoteStep, Supplier, Suppliers
 from torchrelay.steps import MAX_STEP
 
 ASK_SECONDS = 20.0  # that a server may take to answer a small request
 KEEPER_SECONDS = 5.0  # that a keeper may take: it may be gone with its host
 POLL_SECONDS = 30.0  # that one request waits for a newer step,
 SHORT_POLL = 1.0  # and where another server did not answer and is asked again
+END_SECONDS = 1.0  # to tell all servers that a read is over
 MAX_URLS, MAX_KEEPERS = 64, 4096
 _AT_ONCE = 16
 _MARGIN = 0.1  # seconds that an answer may take on its way
@@ -69,6 +71,15 @@ class PlaceFacts(msgspec.Struct):
     """`/places.json`: the URLs that have each volume. An empty text is the server itself."""
 
     volumes: dict[str, list[str]]
+
+
+class Swarmed(Protocol):
+    """Other pullers that gave parts of a step: bytes by URL, and why some were dropped."""
+
+    @property
+    def supplied(self) -> dict[str, int]: ...
+    @property
+    def faulty(self) -> dict[str, str]: ...
 
 
 Holders = list[tuple[Host, StepFacts]]
@@ -329,13 +340,19 @@ class EndpointSource:
             for one in step.suppliers.all:
                 if isinstance(one, HttpSupplier) and not one.dropped:
                     hosts[one.name] = one.host
-        end = time.monotonic() + 1.0
-        for host in hosts.values():
+        mapped = nbytes if self.mapped else 0
+        end = time.monotonic() + END_SECONDS
+
+        def tell(host: Host) -> None:
             left = end - time.monotonic()
             if left > 0 and self._asked_for_step:
-                host.report_end(reason, nbytes if self.mapped else 0, seconds=left)
+                host.report_end(reason, mapped, seconds=left)
             if not keep or host not in self.hosts:
                 host.close()
+
+        # At the same time: a server that does not hear of it keeps the step for a while, and skips
+        # a publish. So one that is silent must not take the time of the others.
+        Crew(_AT_ONCE).each(tell, hosts.values())
 
     @property
     def supplied(self) -> dict[str, int]:
@@ -353,6 +370,34 @@ class EndpointSource:
         for step in self._opened:
             found.update(step.suppliers.faulty)
         return found
+
+    def reported(
+        self,
+        loaded: Loaded,
+        route: str,
+        *,
+        verify: bool = False,
+        others: Swarmed | None = None,
+        instead: Mapping[str, str] | None = None,
+    ) -> Loaded:
+        """A result with what each server gave, by a route where it was not mapped. `instead`: why
+        other routes were not taken."""
+        supplied, faulty = self.supplied, self.faulty
+        if others is not None:
+            supplied, faulty = {**supplied, **others.supplied}, {**faulty, **others.faulty}
+        route = "mapped" if self.mapped else route
+        # Memory that is mapped is not counted by URL.
+        given = supplied or loaded.report.sources
+        peers: dict[Peer, Outcome] = {
+            url: Outcome(route=route, bytes=nbytes) for url, nbytes in given.items()
+        }
+        for url, why in faulty.items():
+            peers[url] = Outcome("failed", why, bytes=supplied.get(url))
+        reasons = {**self.instead, **(instead or {}), **loaded.report.instead}
+        report = replace(
+            loaded.report, peers=peers, verified=verify or not self.mapped, instead=reasons
+        )
+        return replace(loaded, report=report)
 
 
 def _by_snapshot(listed: Holders) -> dict[str, Holders]:

@@ -1,6 +1,6 @@
 """Memory that a server lends to readers on its host: requested, mapped and read. No torch.
 
-A lease is of host memory, or of memory of a GPU (`sources.lent_device`).
+A lease is of host memory, or of memory of a GPU (`sources.device_source`).
 
 The connection over which the descriptors came stays open while a step is read. Meanwhile the memory
 is not written to, whatever is published: everything that is read belongs to one step.

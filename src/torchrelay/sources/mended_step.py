@@ -17,9 +17,8 @@ from torchrelay.deadlines import Deadline
 from torchrelay.errors import EndpointError, RelayError
 from torchrelay.record.encoding import content_digest
 from torchrelay.record.schema import Record, VolumeRecord
-from torchrelay.sources.remote_step import RemoteReader, digest_of
+from torchrelay.sources.remote_step import RemoteReader, Supplier, Suppliers, digest_of
 from torchrelay.sources.seam import Opened
-from torchrelay.sources.suppliers import Supplier, Suppliers
 from torchrelay.stores.seam import DataReader
 
 _FAULTS = (RelayError, OSError, EOFError)
@@ -76,7 +75,8 @@ class MendedStep:
         volumes: dict[str, list[Supplier]] = {name: [*others] for name in self._files}
         self.others = Suppliers(volumes, deadline, f"step {self.record.step}")
         self._deadline = deadline
-        self.patches: dict[tuple[str, int], bytearray] = {}  # by volume and where a chunk begins
+        # By volume: chunks of others, by where they begin.
+        self.patches: dict[str, dict[int, bytearray]] = {name: {} for name in self._files}
         self.lost = ""  # what was first found wrong
 
     @property
@@ -103,14 +103,14 @@ class MendedStep:
         self.lost = self.lost or why
         reader = RemoteReader(file, self.others, self._deadline)
         for at in range(start // file.chunk_bytes * file.chunk_bytes, stop, file.chunk_bytes):
-            if (name, at) in self.patches or self._first_has(file, at):
+            if at in self.patches[name] or self._first_has(file, at):
                 continue
             data = bytearray(min(file.chunk_bytes, file.nbytes - at))
             try:
                 reader.read_into(at, [memoryview(data)])
             except _FAULTS:
                 return False
-            self.patches[name, at] = data
+            self.patches[name][at] = data
         return True
 
     def _first_has(self, file: VolumeRecord, start: int) -> bool:
@@ -135,46 +135,39 @@ class MendedReader:
     """A volume of the first source, except for the chunks that came from others."""
 
     def __init__(self, step: MendedStep, file: VolumeRecord, first: DataReader | None) -> None:
-        self._step, self._file, self._first = step, file, first
+        self._file, self._first = file, first
+        self._patches, self._once = step.patches[file.name], step.costly_reads
         self.nbytes = file.nbytes
         self.cold = first is not None and first.cold
         self.batched = first is not None and first.batched
 
     def read_into(self, position: int, buffers: Sequence[memoryview]) -> None:
         views = [memoryview(buffer).cast("B") for buffer in buffers]
-        if not self._patched(position, sum(map(len, views))):
+        if not self._patches:
             self._read(position, views)
             return
-        size = self._file.chunk_bytes
-        for at, view in _by_chunk(position, views, size):
-            patch = self._step.patches.get((self._file.name, at // size * size))
+        for at, view in _by_chunk(position, views, self._file.chunk_bytes):
+            skip = at % self._file.chunk_bytes
+            patch = self._patches.get(at - skip)
             if patch is None:
                 self._read(at, [view])
                 continue
-            skip = at % size
             view[:] = patch[skip : skip + len(view)]
-            if self._step.costly_reads and skip + len(view) == len(patch):
-                del self._step.patches[self._file.name, at - skip]  # it is read once
+            if self._once and skip + len(view) == len(patch):
+                del self._patches[at - skip]
 
     def _read(self, position: int, views: list[memoryview]) -> None:
         if self._first is None:
             raise OSError(errno.EIO, f"{self._file.name} is not there as it was written")
         self._first.read_into(position, views)
 
-    def _patched(self, position: int, nbytes: int) -> bool:
-        size = self._file.chunk_bytes
-        return bool(self._step.patches) and any(
-            (self._file.name, at) in self._step.patches
-            for at in range(position // size * size, position + nbytes, size)
-        )
-
     def read_cached(self, position: int, buffers: Sequence[memoryview]) -> bool:
-        if self._first is None or self._patched(position, sum(map(len, buffers))):
+        if self._first is None or self._patches:
             return False
         return self._first.read_cached(position, buffers)
 
     def memory(self, position: int, nbytes: int) -> memoryview | None:
-        if self._first is None or self._patched(position, nbytes):
+        if self._first is None or self._patches:
             return None
         return self._first.memory(position, nbytes)
 

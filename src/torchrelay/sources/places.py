@@ -1,4 +1,4 @@
-"""From what a caller names to a source."""
+"""From what a caller names to a source; steps at rest, of a directory or a bucket, as one."""
 
 from __future__ import annotations
 
@@ -6,11 +6,61 @@ import os
 from collections.abc import Sequence
 from typing import Protocol, runtime_checkable
 
-from torchrelay.errors import UsageError
+from torchrelay.deadlines import Deadline
+from torchrelay.errors import CheckpointError, UsageError
+from torchrelay.memory.bounded import bounded
 from torchrelay.sources.access import Access
 from torchrelay.sources.endpoint import EndpointSource
-from torchrelay.sources.seam import Source
-from torchrelay.sources.store import StoreSource
+from torchrelay.sources.seam import Opened, Source
+from torchrelay.stores.locate import OBJECTS, directory_at, open_store, scheme_of
+from torchrelay.stores.opening import open_step
+from torchrelay.stores.retry import Retry, storage_faults
+from torchrelay.stores.seam import Store
+
+
+class StoreSource:
+    """A directory or bucket, by its name or as a `Store`. A directory that is named must exist: a
+    mistyped name is not an empty source."""
+
+    def __init__(self, place: str | os.PathLike[str] | Store) -> None:
+        named = isinstance(place, (str, os.PathLike))
+        self._store = open_store(place) if isinstance(place, (str, os.PathLike)) else place
+        is_bucket = scheme_of(self._store.url)[0] in OBJECTS
+        self.cost = 3 if is_bucket else 2
+        self._directory = directory_at(self._store.url) if named and not is_bucket else None
+
+    @property
+    def name(self) -> str:
+        return self._store.url
+
+    def steps(self, deadline: Deadline) -> list[int]:
+        def look() -> list[int]:
+            if self._directory is not None and not self._directory.is_dir():
+                raise CheckpointError(
+                    "no such directory: check the path, or pass the Checkpointer of a new run",
+                    file=self.name,
+                )
+            with storage_faults("list the steps", self.name):
+                return _patience(deadline)(self._store.steps)
+
+        return bounded(look, deadline.early(), "list the steps", file=self.name)
+
+    def open(self, step: int, deadline: Deadline) -> Opened:
+        return bounded(
+            lambda: open_step(self._store, step, _patience(deadline)),
+            deadline.early(),
+            "open the step",
+            file=self.name,
+        )
+
+    def end(self, reason: str = "", nbytes: int = 0) -> None:
+        """Nothing: a store does not know its readers."""
+
+
+def _patience(deadline: Deadline) -> Retry:
+    """Reads that fail are tried again until there is just the time left to tell all ranks."""
+    spare = min(2.0, deadline.seconds / 3)
+    return Retry(lambda: deadline.left() - spare)
 
 
 @runtime_checkable

@@ -1,23 +1,202 @@
 """A step that one or several suppliers have, as a step that can be read.
 
 Bytes come straight to their destination, and each chunk is hashed as it arrives. A chunk with a
-wrong digest is fetched again from another supplier. So readers return verified bytes.
+wrong digest is fetched again from another supplier. So readers return verified bytes. A supplier
+that breaks off is asked again, and others meanwhile. One that cannot be reached for long, or that
+gives bytes with wrong digests, is dropped, and the report names it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import threading
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from typing import TYPE_CHECKING, Protocol
+from urllib.parse import quote
 
 import xxhash
 
 from torchrelay.deadlines import Deadline
+from torchrelay.errors import EndpointError, PeerLostError, TransferTimeoutError
 from torchrelay.geometry import DIGEST_BYTES
-from torchrelay.sources.suppliers import SUPPLY_FAULTS, Suppliers
+from torchrelay.sources.connection import Answered, Host
+from torchrelay.sources.lent_memory import LentMemory, MappedReader
 from torchrelay.stores.seam import DataReader
 
 if TYPE_CHECKING:  # a keeper reads from others too, and has no torch
     from torchrelay.record.schema import Record
+
+TRIES = 3  # without a byte, where others have the same
+LAST_TRIES = 7  # where no other supplier has it
+PAUSES = (0.1, 2.0)  # seconds before another try: first, and at most
+SUPPLY_FAULTS = (Answered, EndpointError, OSError, EOFError)  # of a read
+_PASSING = (408, 425, 429, 500, 502, 503, 504)  # answers that may be others later
+
+
+class Supplier(ABC):
+    """Something that gives bytes of volumes, and how it has done so far."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.active = 0  # requests under way
+        self.failures = 0  # in a row
+        self.fault = ""  # the last of them
+        self.bytes = 0
+        self.rests_until = 0.0
+        self.dropped = ""  # why it is asked no more
+
+    @abstractmethod
+    def read(
+        self, volume: str, start: int, views: Sequence[memoryview], *, seconds: float
+    ) -> Iterator[int]:
+        """Fill views from bytes of a volume; yields how many have come, piece by piece."""
+
+    @abstractmethod
+    def close(self) -> None: ...
+
+    def is_gone(self) -> bool:
+        """Whether the step was replaced there."""
+        return False
+
+    def mapped(self, volume: str) -> MappedReader | None:
+        """A volume in memory of this host, unless something was found wrong with it."""
+        return None
+
+
+class HttpSupplier(Supplier):
+    """A server's volumes of a snapshot, by HTTP ranges or from memory that it lends. `wait`:
+    seconds for bytes that are still arriving there."""
+
+    def __init__(self, host: Host, snapshot: str, wait: float = 0.0) -> None:
+        super().__init__(host.url)
+        self.host, self._snapshot = host, snapshot
+        self._query = f"?wait_ms={1000 * wait:.0f}" if wait else ""
+        self._mapped: dict[str, MappedReader] = {}  # volumes in memory of this host
+        self._lent: LentMemory | None = None
+
+    def take(self, lent: LentMemory, sizes: Mapping[str, int]) -> None:
+        """Read volumes of the right size from this memory, until `close`."""
+        right = {n: one for n, one in lent.readers.items() if sizes.get(n) == one.nbytes}
+        self._lent, self._mapped = lent, right
+
+    def mapped(self, volume: str) -> MappedReader | None:
+        return None if self.dropped else self._mapped.get(volume)
+
+    def read(
+        self, volume: str, start: int, views: Sequence[memoryview], *, seconds: float
+    ) -> Iterator[int]:
+        if volume in self._mapped:
+            return self._mapped[volume].pieces(start, views)
+        path = f"/volumes/{self._snapshot}/{quote(volume)}{self._query}"
+        return self.host.read(path, start, views, seconds=seconds)
+
+    def is_gone(self) -> bool:
+        with suppress(OSError, EndpointError):
+            path = f"/places.json?snapshot={self._snapshot}"
+            return self.host.get(path, seconds=5.0).status == 410
+        return False
+
+    def close(self) -> None:
+        self.host.close()
+        if self._lent is not None:
+            self._lent.close()
+
+
+class Suppliers:
+    """Which supplier has which volume. Safe to use from several threads."""
+
+    def __init__(self, volumes: dict[str, list[Supplier]], deadline: Deadline, what: str) -> None:
+        self._volumes, self._deadline, self._what = volumes, deadline, what
+        self._lock = threading.Lock()
+        self.gone = False  # whether the step was replaced
+        self.stopped = threading.Event()
+
+    @property
+    def all(self) -> Iterable[Supplier]:
+        return {id(one): one for some in self._volumes.values() for one in some}.values()
+
+    def take(self, volume: str) -> Supplier:
+        """A supplier to ask for bytes of a volume; `release` it afterwards."""
+        while True:
+            if self.stopped.is_set():
+                raise PeerLostError(f"{self._what} was given up")
+            if self._deadline.passed:
+                faults = "".join(f"; {name}: {why}" for name, why in self.faulty.items())
+                text = f"no time is left to read {self._what}{faults}"
+                raise TransferTimeoutError(text, phase="data")
+            with self._lock:
+                able = [one for one in self._volumes[volume] if not one.dropped]
+                if not able:
+                    raise self._lost(volume)
+                now = time.monotonic()
+                ready = [one for one in able if one.rests_until <= now]
+                if ready:
+                    found = min(ready, key=lambda one: (one.mapped(volume) is None, one.active))
+                    found.active += 1
+                    return found
+                pause = min(one.rests_until for one in able) - now
+            self.stopped.wait(min(max(pause, 0.001), self._deadline.left()))
+
+    def mapped(self, volume: str) -> MappedReader | None:
+        return next(filter(None, (one.mapped(volume) for one in self._volumes[volume])), None)
+
+    @property
+    def all_mapped(self) -> bool:
+        return all(self.mapped(volume) for volume in self._volumes)
+
+    def release(self, supplier: Supplier, nbytes: int) -> None:
+        with self._lock:
+            supplier.active -= 1
+            supplier.bytes += nbytes
+            supplier.failures = 0 if nbytes else supplier.failures
+
+    def note(self, volume: str, supplier: Supplier, fault: Exception) -> None:
+        """A read failed by one of `SUPPLY_FAULTS`. A supplier that broke off rests, and after some
+        failures it is dropped; one that refuses is dropped at once."""
+        if isinstance(fault, Answered) and fault.reply.status not in _PASSING:
+            self.gone = self.gone or fault.reply.status == 410
+            self.drop(supplier, str(fault))
+            return
+        if isinstance(fault, EndpointError):
+            self.drop(supplier, fault.message)
+            return
+        why = getattr(fault, "strerror", None) or str(fault) or type(fault).__name__
+        with self._lock:
+            supplier.failures += 1
+            supplier.fault = why
+            pause = min(PAUSES[0] * 2 ** (supplier.failures - 1), PAUSES[1])
+            supplier.rests_until = time.monotonic() + pause
+            alone = all(one is supplier or one.dropped for one in self._volumes[volume])
+            if supplier.failures >= (LAST_TRIES if alone else TRIES):
+                supplier.dropped = supplier.dropped or why
+
+    def drop(self, supplier: Supplier, why: str) -> None:
+        with self._lock:
+            supplier.dropped = supplier.dropped or why
+
+    def _lost(self, volume: str) -> PeerLostError | FileNotFoundError:
+        reasons = "; ".join(f"{one.name}: {one.dropped}" for one in self._volumes[volume])
+        if self.gone:
+            return FileNotFoundError(2, f"{self._what} was replaced ({reasons})")
+        return PeerLostError(f"{self._what} cannot be read further: {reasons}", phase="data")
+
+    @property
+    def faulty(self) -> dict[str, str]:
+        """Why suppliers were dropped or did not come back, by name."""
+        bad = [one for one in self.all if one.dropped or one.failures]
+        return {one.name: one.dropped or one.fault for one in bad}
+
+    @property
+    def bytes(self) -> dict[str, int]:
+        """Bytes from each supplier, by name."""
+        return {one.name: one.bytes for one in self.all if one.bytes}
+
+    def close(self) -> None:
+        self.stopped.set()
+        for one in self.all:
+            one.close()
 
 
 class ChunkedVolume(Protocol):

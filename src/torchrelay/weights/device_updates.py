@@ -17,7 +17,7 @@ from torchrelay.geometry.runs import Column, Moves
 from torchrelay.memory.gpu import kernels
 from torchrelay.memory.gpu.kernels import Tables
 from torchrelay.memory.gpu.side import on_side_stream
-from torchrelay.sources.lent_device import DeviceLentStep, LentDevice
+from torchrelay.sources.device_source import DeviceLentStep, LentDevice
 
 Fingerprint = list[tuple[int, int, int, torch.dtype]]
 

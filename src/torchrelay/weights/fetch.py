@@ -27,9 +27,14 @@ from torchrelay.parts.runs import (
     VolumeParts,
 )
 from torchrelay.parts.stream import HEAD_BYTES, MAGIC, ChunkHead
-from torchrelay.sources.connection import Answered, AnswerStream
-from torchrelay.sources.remote_step import RemoteReader, RemoteStep
-from torchrelay.sources.suppliers import SUPPLY_FAULTS, HttpSupplier, Supplier
+from torchrelay.sources.connection import Answered, HostConnection
+from torchrelay.sources.remote_step import (
+    SUPPLY_FAULTS,
+    HttpSupplier,
+    RemoteReader,
+    RemoteStep,
+    Supplier,
+)
 from torchrelay.stores.reading.ranges import whole_chunks
 from torchrelay.weights.mirror import Mirror
 
@@ -171,13 +176,13 @@ class PartFetch:
             yield 0  # the reader has counted them
 
 
-def _receive(stream: AnswerStream, into: Bytes, itemsize: int, buffer: memoryview) -> None:
+def _receive(stream: HostConnection, into: Bytes, itemsize: int, buffer: memoryview) -> None:
     """One part chunk, verified. `into` holds the bytes of the base."""
     head = ChunkHead.decoded(stream.read(HEAD_BYTES))
     if head.kind == WHOLE and head.nbytes == len(into):
-        stream.fill(into.data)
+        stream.read_into(into.data)
     else:
         payload = buffer[: head.nbytes]
-        stream.fill(payload)
+        stream.read_into(payload)
         decode(head.kind, payload, into, itemsize)
     head.check(into)

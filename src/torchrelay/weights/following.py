@@ -18,10 +18,10 @@ from torchrelay.errors import (
 )
 from torchrelay.record.encoding import state_digest
 from torchrelay.record.schema import Record
+from torchrelay.results import Loaded
 from torchrelay.sources.access import Access
-from torchrelay.sources.device_source import DeviceSource
+from torchrelay.sources.device_source import DeviceLentStep, DeviceSource
 from torchrelay.sources.endpoint import EndpointSource
-from torchrelay.sources.lent_device import DeviceLentStep
 from torchrelay.sources.lent_memory import DeviceLease
 from torchrelay.sources.peer import PeerSource
 from torchrelay.sources.remote_step import RemoteStep
@@ -158,6 +158,12 @@ class NewestStep:
             return found
         # Memory of this host is read where it is.
         return found if found.mapped else MirroredStep(found, self._mirror, deadline)
+
+    def reported(self, loaded: Loaded) -> Loaded:
+        """The result, with what each server gave."""
+        source = self.device or self.endpoint
+        assert source is not None
+        return source.reported(loaded, "parts")
 
 
 class MirroredStep:

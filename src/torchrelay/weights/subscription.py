@@ -6,7 +6,6 @@ import threading
 import time
 from collections.abc import Iterable
 from contextlib import closing
-from dataclasses import replace
 from typing import Any, NamedTuple
 
 import msgspec
@@ -28,8 +27,8 @@ from torchrelay.owner import Owner
 from torchrelay.results import Loaded, Outcome, Peer, Report
 from torchrelay.sources.access import Access
 from torchrelay.sources.device_source import NAME as CUDA_IPC
+from torchrelay.sources.device_source import DeviceLentStep
 from torchrelay.sources.endpoint import EndpointSource
-from torchrelay.sources.lent_device import DeviceLentStep
 from torchrelay.steps import check_step
 from torchrelay.weights.device_updates import DeviceUpdates
 from torchrelay.weights.following import NewestStep, Publisher, StepIdentity, publisher
@@ -157,7 +156,7 @@ class Subscription:
         if isinstance(newest.opened, DeviceLentStep):
             self._on_gpu.learn(newest.opened)
         self._held = _Held(newest.taken, loaded.state)
-        return _reported(loaded, newest)
+        return newest.reported(loaded)
 
     def _copied(self, newest: NewestStep, held: _Held) -> Loaded | None:
         """The result of an update by the copies of the one before, on the GPU; None where it has to
@@ -209,27 +208,6 @@ class Subscription:
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-
-def _reported(loaded: Loaded, newest: NewestStep) -> Loaded:
-    """The result, with what each server gave."""
-    if isinstance(newest.opened, DeviceLentStep):
-        outcome = Outcome(route=CUDA_IPC, bytes=loaded.report.bytes)
-        report = replace(loaded.report, peers={newest.name: outcome}, verified=False)
-        return replace(loaded, report=report)
-    endpoint = newest.endpoint
-    assert endpoint is not None
-    route = "mapped" if endpoint.mapped else "parts"
-    given = endpoint.supplied or loaded.report.sources  # memory that is mapped is not counted
-    peers: dict[Peer, Outcome] = {
-        url: Outcome(route=route, bytes=nbytes) for url, nbytes in given.items()
-    }
-    for url, why in endpoint.faulty.items():
-        peers[url] = Outcome("failed", why, bytes=endpoint.supplied.get(url))
-    on_device = newest.device.instead if newest.device is not None else {}
-    instead = {**endpoint.instead, **on_device, **loaded.report.instead}
-    report = replace(loaded.report, peers=peers, verified=not endpoint.mapped, instead=instead)
-    return replace(loaded, report=report)
 
 
 def subscribe(

@@ -78,7 +78,7 @@ def _run(
     join = k.JoinKeeper.of(Address.parse(address), access, memory, lease=lease, begins=True)
     worker = process.KeeperProcess(name, join)
     worker.start(START_SECONDS)
-    worker.link.process.close()
+    worker.process.close()
 
 
 def _line(name: process.KeeperName, facts: dict[str, Any]) -> str:

@@ -10,21 +10,16 @@ from base64 import b64encode
 from functools import cache
 from hashlib import sha256
 from importlib.resources import files
-from typing import NamedTuple
+
+from torchrelay.endpoint.server.http.connections import Response
 
 PAGE = "/"
 PATHS = ("/page/steps.json", "/page/tree.json", "/page/histogram.json", "/page/changes.json")
 SCRIPTS = ("dom", "api", "overview", "graph", "list", "tree", "changes", "main")
 
 
-class WatchPage(NamedTuple):
-    body: bytes
-    kind: str
-    headers: dict[str, str]
-
-
 @cache
-def watch_page() -> WatchPage:
+def watch_page() -> Response:
     """The page, and the headers that it is sent with."""
     folder = files(__name__)
     style = (folder / "page.css").read_text("utf-8")
@@ -48,7 +43,7 @@ def watch_page() -> WatchPage:
         "X-Content-Type-Options": "nosniff",
         "X-Frame-Options": "DENY",
     }
-    return WatchPage(text.encode(), "text/html; charset=utf-8", headers)
+    return Response(200, text.encode(), "text/html; charset=utf-8", headers)
 
 
 def _hash(text: str) -> str:

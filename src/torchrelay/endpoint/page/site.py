@@ -8,12 +8,10 @@ from typing import Any
 
 from torchrelay.endpoint.address import Address
 from torchrelay.endpoint.page import PAGE, PATHS
-from torchrelay.endpoint.page.answers import PageAnswers
-from torchrelay.endpoint.page.data import WatchedSteps
-from torchrelay.endpoint.server.http.accepting import Acceptor, listen_at
-from torchrelay.endpoint.server.http.admission import refusal
+from torchrelay.endpoint.page.answers import PageAnswers, WatchedSteps
 from torchrelay.endpoint.server.http.connections import HttpConnection, HttpServer, Response
 from torchrelay.endpoint.server.http.requests import Refusal, Request
+from torchrelay.endpoint.server.http.sockets import Acceptor, listen_at, refusal
 
 CONNECTIONS = 64
 STALL_SECONDS = 10.0

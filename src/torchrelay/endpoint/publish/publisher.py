@@ -8,31 +8,32 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 
 from torchrelay.coordination.call import Call
 from torchrelay.coordination.coordinator import COORDINATOR, Coordinator
 from torchrelay.coordination.messages import decoded
-from torchrelay.deadlines import Deadline
+from torchrelay.deadlines import Deadline, Timeout
 from torchrelay.endpoint.encoding import Encoding
 from torchrelay.endpoint.float8 import quantized
 from torchrelay.endpoint.publish.device_slots import UNABLE, DeviceSlot, DeviceSlots
 from torchrelay.endpoint.publish.known_plan import KnownPlan, RecordedStep
-from torchrelay.endpoint.publish.policy import Policy
-from torchrelay.endpoint.publish.server_process import ServerLink
+from torchrelay.endpoint.publish.server_process import ServerProcess
 from torchrelay.endpoint.server import messages as m
 from torchrelay.errors import EndpointError, UsageError
 from torchrelay.memory.arena import Arena
 from torchrelay.memory.gpu.side import settle
 from torchrelay.memory.staging import Copy, stage
+from torchrelay.owner import Owner
 from torchrelay.pending import Pending
 from torchrelay.record.encoding import content_digest, encode, encode_at_rest, state_digest
 from torchrelay.results import Report
+from torchrelay.steps import check_step
 from torchrelay.stores.shares.commit_record import decode_shares
 from torchrelay.stores.shares.planner import PlannedShare, SharePlanner
 from torchrelay.stores.shares.share import Share
@@ -94,21 +95,24 @@ class StagedStep(NamedTuple):
 
 
 class Publisher:
-    """Publishes the states of one rank, one at a time. `start` has the server run, within seconds,
-    and returns whether it is a new one. Without an `encoding` no changes are found."""
+    """Publishes the states of one rank, one at a time, until `close`. `front`: the class that users
+    call, and `again` what they do instead when it is closed. Without an `encoding` no changes are
+    found."""
 
     def __init__(
         self,
         ranks: Coordinator,
-        server: ServerLink,
-        start: Callable[[float], bool],
-        url: Callable[[], str],
-        policy: Policy,
+        server: ServerProcess,
+        timeout: float,
+        front: str,
+        again: str,
         encoding: Encoding | None = None,
     ) -> None:
         self._encoding = encoding or Encoding(history=0)
-        self._all, self._server, self._policy = ranks, server, policy
-        self._start, self._url = start, url
+        self._all, self._server, self._timeout = ranks, server, timeout
+        self.owner, self._again = Owner(front), f"this {front.lower()} is closed: {again}"
+        self._calls = threading.RLock()
+        self.closed = False
         block = self._encoding.float8_block
         self._planner = SharePlanner(
             ranks.rank,
@@ -124,13 +128,28 @@ class Publisher:
         self._last: Pending | None = None
         self.urls: list[str] = []  # of the ranks' servers, each once; the first lists all parts
 
+    def _check_open(self) -> None:
+        self.owner.check()
+        if self.closed:
+            raise UsageError(self._again)
+
+    @contextmanager
+    def open(self, timeout: Timeout | None) -> Iterator[Deadline]:
+        """Within: no other thread publishes. `UsageError` in a fork, and after `close`."""
+        self.owner.check()  # a fork may have the lock as another thread held it
+        with self._calls:
+            self._check_open()
+            yield Deadline(self._timeout if timeout is None else timeout)
+
     def publish(
-        self, state: object, step: int, deadline: Deadline, stage_on: str = "host"
+        self, state: object, step: int, timeout: Timeout | None, stage_on: str = "host"
     ) -> Pending:
         """Publish a state: returns when it is copied."""
-        return self.publish_planned(
-            lambda call: self._planner.plan(state, call, deadline), step, deadline, stage_on
-        )[0]
+        step = check_step(step)
+        with self.open(timeout) as deadline:
+            return self.publish_planned(
+                lambda call: self._planner.plan(state, call, deadline), step, deadline, stage_on
+            )[0]
 
     def publish_planned(
         self,
@@ -139,8 +158,8 @@ class Publisher:
         deadline: Deadline,
         stage_on: str = "host",
     ) -> tuple[Pending, StagedStep | None]:
-        """The same for what `plan` returns; no staged step where it is skipped."""
-        with self._all.measured(self._policy.operation, step, background=True) as measured:
+        """The same for what `plan` returns, within `open`; no staged step where it is skipped."""
+        with self._all.measured(self._server.operation, step, background=True) as measured:
             call = self._all.call("publish", step)
             with call.reporting("plan", deadline):
                 if self._last is not None and not self._last.ends_within(deadline.left()):
@@ -176,7 +195,7 @@ class Publisher:
             return pending, staged
 
     def _have_server(self, deadline: Deadline) -> None:
-        if self._start(deadline.left()):
+        if self._server.start(deadline.left()):
             # Processes that the one before lent memory to may still read it: it stays unchanged.
             self._free()
             self.urls = []
@@ -198,17 +217,17 @@ class Publisher:
 
         def mine() -> bytes:
             try:
-                report = self._policy.report(deadline)
+                report = self._server.report(deadline)
             except EndpointError:  # the server was lost just now
                 self._have_server(deadline)
-                report = self._policy.report(deadline)
-            return _encode(_Offer(self._url(), deadline.left(), report))
+                report = self._server.report(deadline)
+            return _encode(_Offer(self._server.url, deadline.left(), report))
 
         def decide(said: list[bytes]) -> list[bytes]:
             offers = [decoded(_offer, data, rank) for rank, data in enumerate(said)]
             deadline.hasten(min(offer.left for offer in offers))
             urls = [offer.url for offer in offers]
-            decision, why = self._policy.choose([offer.report for offer in offers], urls, step)
+            decision, why = self._server.choose([offer.report for offer in offers], urls, step)
             return [_encode(_Begin(urls, deadline.left(), decision, why))] * len(said)
 
         call.at("agreeing on a publish")
@@ -217,7 +236,7 @@ class Publisher:
         urls = list(dict.fromkeys(found.urls))
         if urls != self.urls:
             with call.reporting("plan", deadline):
-                self._policy.meet(urls)
+                self._server.meet(urls, deadline)
             self.urls = urls
         return found
 
@@ -236,7 +255,7 @@ class Publisher:
         found: list[tuple[int, DeviceSlot | None]] = []
 
         def mine() -> bytes:
-            where = stage_on if self._policy.on_devices else "host"
+            where = stage_on if self._server.on_devices else "host"
             unfit = self._devices.unfit(share, nbytes, where)
             wanted = m.Reserve(step, nbytes, begin.decision, not unfit)
             room = self._server.ask(wanted, m.Reserved, deadline.left())
@@ -251,7 +270,7 @@ class Publisher:
         def decide(said: list[bytes]) -> list[bytes]:
             rooms = [decoded(_room, data, rank) for rank, data in enumerate(said)]
             parts = [room.nbytes for room in rooms]
-            self._policy.check(parts, begin.urls)
+            self._server.check(parts, begin.urls)
             why = next((room.why for room in rooms if room.why), "")
             on_device = all(room.on_device for room in rooms)
             return [_encode(_Room(sum(parts), why, on_device))] * len(said)
@@ -344,7 +363,7 @@ class Publisher:
     def _show(self, call: Call, staged: StagedStep, deadline: Deadline) -> None:
         """Every rank shows its volumes, those that list the step with the record of all of them.
         The coordinator is the last: what it lists can be read."""
-        listing = self._policy.listing(staged.urls)
+        listing = self._server.listing(staged.urls)
         written: list[list[bytes]] = []
         known: list[RecordedStep] = []
 
@@ -431,6 +450,13 @@ class Publisher:
         if self._last is not None:
             self._last.ends_within(seconds)
 
+    def status(self) -> dict[str, Any]:
+        """The server's status, as `/status.json` has it."""
+        self._check_open()
+        answer = self._server.ask(m.Tell(), m.StatusText, self._timeout)
+        found: dict[str, Any] = msgspec.json.decode(answer.text)
+        return found
+
     def detach_after_fork(self) -> None:
         """In a child of a fork: the server and the memory are the parent's."""
         self._server.process.detach_after_fork()
@@ -438,9 +464,12 @@ class Publisher:
             arena.detach_after_fork()
         self._devices.forget()
 
-    def close(self, seconds: float) -> None:
-        """Wait that long for what is being published, then let go of the server and the memory."""
-        self.settle(seconds)
+    def close(self) -> None:
+        """Wait for what is being published, then let go of the server and the memory."""
+        if self.closed or not self.owner.here:
+            return
+        self.closed = True
+        self.settle(self._timeout)
         self._server.process.close()
         self._free()
 

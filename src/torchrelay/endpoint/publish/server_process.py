@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from torchrelay.deadlines import Deadline
+from torchrelay.endpoint.address import Address
 from torchrelay.endpoint.server import messages as m
 from torchrelay.errors import EndpointError
 from torchrelay.stores.writer.child_process import ChildProcess
@@ -20,22 +21,53 @@ Kind = TypeVar("Kind")
 _answer = msgspec.msgpack.Decoder(m.ServerAnswer)
 
 
-class ServerLink:
-    """Requests to a server process, one at a time, and their answers."""
+class ServerProcess:
+    """A server process: requests, one at a time, and their answers. One that was lost is started
+    again, at the port it had. A keeper overrides `_begin`, and the methods from `report` on, which
+    have what differs in a publish."""
+
+    operation = "publish"  # its name in metrics
+    on_devices = True  # whether it lends memory of GPUs
 
     def __init__(
-        self, process: ChildProcess, answers: msgspec.msgpack.Decoder[Any], noun: str
+        self,
+        listen: m.Listen,
+        process: ChildProcess | None = None,
+        answers: msgspec.msgpack.Decoder[Any] = _answer,
+        noun: str = "the server process",
     ) -> None:
-        self.process, self._answers, self._noun = process, answers, noun
+        self.process = process or ChildProcess("torchrelay.endpoint.server.program")
+        self._listen, self._answers, self._noun = listen, answers, noun
+        self.port = listen.port
         self._lock = threading.Lock()
         self._attached: dict[int, tuple[int, int]] = {}  # by slot: which process has which memory
 
     @property
-    def generation(self) -> int:
-        """Which of the processes it is, or connections to it, that followed one another."""
-        return self.process.generation
+    def url(self) -> str:
+        """Where others read from it."""
+        return Address(self._listen.host, self.port).url(tls=bool(self._listen.certfile))
 
-    def start(self, deadline: Deadline) -> bool:
+    def start(self, timeout: float) -> bool:
+        """Have it serve, within that many seconds; whether it is a new one."""
+        deadline = Deadline(max(0.001, min(timeout, START_SECONDS)))
+        if not self._launch(deadline):
+            return False
+        self._begin(deadline)
+        return True
+
+    def _begin(self, deadline: Deadline) -> None:
+        """Have a process that was just met serve."""
+        self._listen.port = self.port
+        try:
+            self.port = self.ask(self._listen, m.Listening, deadline.left()).port
+        except EndpointError as fault:
+            self.process.drop()
+            place = f"{self._listen.host}:{self.port}"
+            raise EndpointError(
+                f"cannot listen at {place}: {fault.message}. Choose another address"
+            ) from fault
+
+    def _launch(self, deadline: Deadline) -> bool:
         """Have the process run; whether it had to be started, or was met for the first time."""
         with self._lock:
             started = self.process.start(deadline)
@@ -85,38 +117,22 @@ class ServerLink:
             raise
         return self._answers.decode(data)
 
-    def status(self, timeout: float) -> dict[str, Any]:
-        """The server's status, as `/status.json` has it."""
-        found: dict[str, Any] = msgspec.json.decode(self.ask(m.Tell(), m.StatusText, timeout).text)
-        return found
+    # A publish of several ranks.
 
+    def report(self, deadline: Deadline) -> bytes:
+        """This rank's server reports to the coordinator before a step."""
+        return b""
 
-class ServerProcess:
-    """An endpoint's server process. One that was lost is started again, at the port it had."""
+    def choose(self, reports: list[bytes], urls: list[str], step: int) -> tuple[bytes, str]:
+        """The coordinator's: a decision for all servers, and why the step is skipped, if it is."""
+        return b"", ""
 
-    def __init__(self, listen: m.Listen) -> None:
-        self.link = ServerLink(
-            ChildProcess("torchrelay.endpoint.server.program"), _answer, "the server process"
-        )
-        self._listen = listen
-        self.port = listen.port
+    def meet(self, urls: list[str], deadline: Deadline) -> None:
+        """The URLs of all ranks' servers; called where they have changed."""
 
-    @property
-    def pid(self) -> int | None:
-        return self.link.process.pid
+    def check(self, parts: list[int], urls: list[str]) -> None:
+        """The coordinator's: raise where the servers can never take parts of these sizes."""
 
-    def start(self, timeout: float) -> bool:
-        """Have it listen, within that many seconds; whether it had to be started."""
-        deadline = Deadline(max(0.001, min(timeout, START_SECONDS)))
-        if not self.link.start(deadline):
-            return False
-        self._listen.port = self.port
-        try:
-            self.port = self.link.ask(self._listen, m.Listening, deadline.left()).port
-        except EndpointError as fault:
-            self.link.process.drop()
-            place = f"{self._listen.host}:{self._listen.port}"
-            raise EndpointError(
-                f"cannot listen at {place}: {fault.message}. Choose another address"
-            ) from fault
-        return True
+    def listing(self, urls: list[str]) -> set[int]:
+        """The ranks whose servers list the step, and name the others."""
+        return {0}  # the coordinator's

@@ -12,7 +12,8 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from typing import Any, NamedTuple
+from functools import partial
+from typing import Any, NamedTuple, TypeGuard
 
 import msgspec
 import numpy as np
@@ -22,10 +23,15 @@ from torchrelay.endpoint.reshare.seed import Seed
 from torchrelay.endpoint.server.messages import SeedAnnouncement, SeedAnswer
 from torchrelay.errors import EndpointError, TransferTimeoutError, UsageError
 from torchrelay.memory.crew import Crew, share_out
-from torchrelay.record.schema import VolumeRecord
+from torchrelay.progress import Bar, ProgressCallback
+from torchrelay.record.schema import Record, VolumeRecord
+from torchrelay.sources.access import Access
 from torchrelay.sources.connection import Answered, Host, Reply
-from torchrelay.sources.remote_step import ArrivingChunks, RemoteStep
-from torchrelay.sources.suppliers import HttpSupplier
+from torchrelay.sources.endpoint import EndpointSource
+from torchrelay.sources.lent_memory import MappedReader
+from torchrelay.sources.peer import PeerSource
+from torchrelay.sources.remote_step import ArrivingChunks, HttpSupplier, RemoteStep
+from torchrelay.sources.seam import Opened, Source
 
 PIECE_BYTES = 2 << 20
 ASK_SECONDS = 0.2  # between two questions who there is, in the first seconds, and
@@ -95,20 +101,19 @@ class Neighbour(HttpSupplier):
 
 
 class Swarm:
-    """One step on its way into memory. `run` returns when all of it has arrived and is verified."""
+    """One step on its way into the memory of a seed, which serves it from the beginning. `run`
+    returns when all of it has arrived and is verified."""
 
     def __init__(
         self,
-        origin: Host,
+        endpoint: EndpointSource,
         remote: RemoteStep,
-        connect: Callable[[str], Host],
         deadline: Deadline,
         progress: Callable[[int], None],
     ) -> None:
-        self._origin, self._remote, self._connect = origin, remote, connect
-        self._deadline, self._progress = deadline, progress
-        self._own = ""  # the URL of this puller, once it serves
-        self._seed: Seed | None = None
+        self._origin = origin = next(h for h in endpoint.hosts if h.url not in endpoint.failed)
+        self._connect = partial(endpoint.host, like=origin)
+        self._remote, self._deadline, self._progress = remote, deadline, progress
         self._pieces = pieces_of(remote.record.volumes)
         self._numbers = np.arange(len(self._pieces))
         self._first_chunks = [piece.number for piece in self._pieces]
@@ -120,10 +125,13 @@ class Swarm:
         self._changed = threading.Condition()
         self._neighbours: dict[str, Neighbour] = {}
         self._over = threading.Event()
+        access = endpoint.access if origin.tls else Access(token=endpoint.access.secret())
+        files = remote.record.volumes
+        self.seed = Seed(origin.address, access, files, self.expects, self.meet)
 
-    def run(self, seed: Seed) -> None:
-        """Fetch the step into the memory of a seed, which this process serves."""
-        self._own, self._seed = seed.url, seed
+    def run(self, step: int) -> None:
+        """Fetch the step, and serve what is here of it."""
+        self.seed.show(step, self._remote.snapshot, self._remote.manifest())
         self._look_around()
         threading.Thread(target=self._watch, name="torchrelay-swarm", daemon=True).start()
         try:
@@ -145,7 +153,7 @@ class Swarm:
             index = int(np.searchsorted(self._first_chunks, chunk, side="right")) - 1
             if self._over.is_set() or index < 0:
                 return False
-            return not self._open[index] or bool(self._share(self._own)[index])
+            return not self._open[index] or bool(self._share(self.seed.url)[index])
 
     @property
     def supplied(self) -> dict[str, int]:
@@ -168,7 +176,8 @@ class Swarm:
         """The neighbour at a URL; None for this process itself, one too many, or a bad URL."""
         with self._changed:
             if url not in self._neighbours:
-                if url == self._own or len(self._neighbours) >= MAX_SEEDS or self._over.is_set():
+                many = len(self._neighbours) >= MAX_SEEDS
+                if many or url == self.seed.url or self._over.is_set():
                     return None
                 try:
                     self._neighbours[url] = Neighbour(self._connect(url), self._remote.snapshot)
@@ -179,13 +188,12 @@ class Swarm:
     def _watch(self) -> None:
         """Look for others while the step is fetched; have the endpoint name this puller to others
         until its seed is closed."""
-        assert self._seed is not None
         later = time.monotonic() + FIRST_SECONDS
         while not self._over.wait(ASK_SECONDS if time.monotonic() < later else LATER_SECONDS):
             self._look_around()
         for one in self._neighbours.values():
             one.close()
-        while not self._seed.closed.wait(ANNOUNCE_SECONDS):
+        while not self.seed.closed.wait(ANNOUNCE_SECONDS):
             with suppress(*_FAULTS):
                 if self._post(self._origin, ANNOUNCE_SECONDS).status == 410:
                     break
@@ -217,7 +225,7 @@ class Swarm:
         return _answer.decode(answer.body) if answer.status == 200 else SeedAnswer([], False)
 
     def _post(self, host: Host, seconds: float) -> Reply:
-        said = msgspec.json.encode(SeedAnnouncement(self._own, self._remote.snapshot))
+        said = msgspec.json.encode(SeedAnnouncement(self.seed.url, self._remote.snapshot))
         return host.post("/seeds", said, seconds=seconds)
 
     def _alive(self) -> list[Neighbour]:
@@ -227,7 +235,7 @@ class Swarm:
     def _share(self, url: str) -> Flags:
         """The pieces that one puller asks the endpoint for; none for pullers with a strike."""
         able = [one.host.url for one in self._alive() if not one.failures]
-        everybody = sorted([self._own, *able])
+        everybody = sorted([self.seed.url, *able])
         if url not in everybody:
             return np.zeros(len(self._pieces), bool)
         mine: Flags = self._numbers % len(everybody) == everybody.index(url)
@@ -268,7 +276,7 @@ class Swarm:
             return _first(self._open), self._endpoint
         free = [one for one in alive if one.active < most and one.rests_until <= now]
         free.sort(key=lambda one: (one.active, one.bytes))
-        mine = _first(self._open & self._share(self._own))
+        mine = _first(self._open & self._share(self.seed.url))
         whole = next((one for one in free if one.complete), None)
         if mine is not None and (whole is not None or endpoint_is_free):
             return mine, whole or self._endpoint
@@ -280,9 +288,8 @@ class Swarm:
 
     def _fetch(self, piece: Piece, giver: Neighbour) -> bool:
         """Whether a piece has arrived; others may have it then."""
-        assert self._seed is not None
         start, stop = piece.span
-        view = self._seed.space(piece.file.name, start, stop)
+        view = self.seed.space(piece.file.name, start, stop)
         begun = time.monotonic()
         if giver is self._endpoint:
             self._remote.reader(piece.file.name).read_into(start, [view])
@@ -290,7 +297,7 @@ class Swarm:
             return False
         spent = time.monotonic() - begun
         self._typical = spent if not self._typical else 0.9 * self._typical + 0.1 * spent
-        self._seed.add(piece.number, piece.last - piece.first)
+        self.seed.add(piece.number, piece.last - piece.first)
         self._progress(stop - start)
         return True
 
@@ -324,3 +331,83 @@ class Swarm:
 
 def _first(wanted: Flags) -> int | None:
     return int(np.argmax(wanted)) if wanted.any() else None
+
+
+def can_be_seeded(source: Source) -> TypeGuard[EndpointSource | PeerSource]:
+    """Whether pullers of a source can pass its steps on. Seeds of https endpoints need their own
+    certificate."""
+    if isinstance(source, PeerSource):
+        return True
+    if not isinstance(source, EndpointSource) or source.job:
+        return False
+    return source.access.tls or not any(host.tls for host in source.hosts)
+
+
+class SeedingSource:
+    """Opens a step by fetching it into memory of its own, which it serves until `close`.
+
+    A step that is in memory of this host is opened as it is. See `sources.seam.Source`.
+    """
+
+    def __init__(
+        self, source: EndpointSource | PeerSource, progress: ProgressCallback | None = None
+    ) -> None:
+        if not can_be_seeded(source):
+            raise UsageError(
+                "reshare=True from https needs Access(certfile=): others verify this seed by it"
+            )
+        self._source, self._progress = source, progress
+        self.steps, self.end = source.steps, source.end
+        self.swarm: Swarm | None = None
+
+    @property
+    def name(self) -> str:
+        return self._source.name
+
+    @property
+    def cost(self) -> int:
+        return self._source.cost
+
+    def open(self, step: int, deadline: Deadline) -> Opened:
+        remote = self._source.open(step, deadline)
+        if remote.mapped:
+            return remote
+        endpoint = self._source
+        if isinstance(endpoint, PeerSource):
+            assert endpoint.endpoint is not None
+            endpoint = endpoint.endpoint
+        self.close()
+        progress = Bar(self._progress, remote.record.volume_bytes).add
+        self.swarm = swarm = Swarm(endpoint, remote, deadline, progress)
+        swarm.run(step)
+        return SeededStep(swarm.seed, remote)
+
+    def close(self) -> None:
+        """Serve no more."""
+        if self.swarm is not None:
+            self.swarm.stop()
+            self.swarm.seed.close()
+
+
+class SeededStep:
+    """A step that a seed has whole. New tensors keep its memory; the first write to one copies the
+    page. See `stores.seam.LendingStep`."""
+
+    costly_reads = False
+    trusted = True
+
+    def __init__(self, seed: Seed, remote: RemoteStep) -> None:
+        self.record: Record = remote.record
+        self.url, self.digest = remote.url, remote.digest
+        self.lend: Callable[[str, int, int], memoryview] = seed.lend
+        self._seed, self._remote = seed, remote
+
+    @property
+    def files(self) -> SeededStep:
+        return self
+
+    def reader(self, name: str, *, once: bool = True) -> MappedReader:
+        return self._seed.reader(name)
+
+    def close(self) -> None:
+        self._remote.close()

@@ -10,16 +10,16 @@ from __future__ import annotations
 import os
 import secrets
 import socket
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Callable
+from contextlib import ExitStack
 
 import msgspec
 
 from torchrelay.endpoint.server.device_steps import lease_of
-from torchrelay.endpoint.server.http.accepting import Acceptor, listen_by_name
-from torchrelay.endpoint.server.http.admission import user_of
+from torchrelay.endpoint.server.http.sockets import Acceptor, listen_by_name, user_of
 from torchrelay.endpoint.server.service import Service
 from torchrelay.endpoint.server.snapshots import Part
+from torchrelay.endpoint.server.transfers import Transfer
 from torchrelay.sources.lent_memory import (
     MAX_SLOTS,
     DeviceLease,
@@ -50,83 +50,71 @@ class LocalMemory:
 
     def _serve(self, sock: socket.socket) -> None:
         sock.settimeout(ASK_SECONDS)
-        why = ""
-        if user_of(sock) != os.getuid():
-            why = "the memory belongs to another user"
-        elif self._leases >= MAX_LEASES:
-            why = "too many processes have the memory"
-        else:
-            with suppress(msgspec.MsgspecError):
-                request = _request.decode(receive_frame(sock, REQUEST_BYTES))
-                if isinstance(request, DeviceLeaseRequest):
-                    self._serve_device(sock, request)
-                    return
-                with self._lent(request) as parts:
-                    if parts:
-                        _send(sock, parts)
-                        _until_closed(sock)
-                        return
-                why = "the step is gone"
-        send_frame(sock, msgspec.msgpack.encode(MemoryLease([], why)))
-
-    def _serve_device(self, sock: socket.socket, request: DeviceLeaseRequest) -> None:
-        service = self._service
-        with service.lock:
-            shown = service.on_device(request)
-            if shown is None:
-                lease = DeviceLease(why="the step is not in memory of a GPU")
-            else:
-                lease = lease_of(shown)
-                service.devices.borrow(shown)
-                service.transfers.mapped += 1
-                self._leases += 1
-        try:
+        with ExitStack() as in_use:  # until the process is done with it
+            lease, parts = self._lease(sock, in_use)
             send_frame(sock, msgspec.msgpack.encode(lease))
-            if shown is not None:
+            if parts:
+                _send_memory(sock, parts)
+            if not lease.why:
                 _until_closed(sock)
-        finally:
-            with service.lock:
-                if shown is not None:
-                    service.devices.give_back(shown)
-                    self._leases -= 1
 
-    @contextmanager
-    def _lent(self, request: LeaseRequest) -> Iterator[list[Part]]:
-        """Within: the memory of a step is in use. No parts where the step is not here."""
-        service = self._service
-        with service.lock:
-            snapshot = service.snapshots.by_id(request.snapshot)
-            parts = list(snapshot.parts.values()) if snapshot and snapshot.complete else []
-            transfer = None
-            if snapshot is None or len(parts) > MAX_SLOTS:
-                parts = []
-            if snapshot is not None and parts:
-                total = sum(one.nbytes for part in parts for one in part.volumes.values())
-                reader = (request.reader[:64], "this host", "mapped", snapshot, "mapped", total)
-                transfer = service.transfers.enter(*reader)
-                service.transfers.mapped += 1
-            if transfer is not None:
-                transfer.kind, transfer.leases = "mapped", transfer.leases + 1
-            self._leases += 1
-            for part in parts:
-                part.slot.mapped += 1
+    def _lease(
+        self, sock: socket.socket, in_use: ExitStack
+    ) -> tuple[MemoryLease | DeviceLease, list[Part]]:
+        """The answer to a process that asks, and the host memory that is lent to it."""
+        if user_of(sock) != os.getuid():
+            return MemoryLease([], "the memory belongs to another user"), []
+        if self._leases >= MAX_LEASES:
+            return MemoryLease([], "too many processes have the memory"), []
         try:
-            yield parts
-        finally:
-            with service.lock:
+            request = _request.decode(receive_frame(sock, REQUEST_BYTES))
+        except msgspec.MsgspecError:
+            return MemoryLease([], "it is asked otherwise"), []
+        with self._service.lock:
+            if isinstance(request, DeviceLeaseRequest):
+                shown = self._service.on_device(request)
+                if shown is None:
+                    return DeviceLease(why="the step is not in memory of a GPU"), []
+                self._service.devices.borrow(shown)
+                self._lend(in_use, self._service.devices.give_back, shown)
+                return lease_of(shown), []
+            snapshot = self._service.snapshots.by_id(request.snapshot)
+            parts = list(snapshot.parts.values()) if snapshot and snapshot.complete else []
+            if snapshot is None or not 0 < len(parts) <= MAX_SLOTS:
+                return MemoryLease([], "the step is gone"), []
+            slots = [
+                LeasedSlot(slot.nbytes, {v.name: (v.start, v.nbytes) for v in volumes.values()})
+                for slot, volumes in parts
+            ]
+            total = sum(nbytes for one in slots for _, nbytes in one.volumes.values())
+            reader = (request.reader[:64], "this host", "mapped", snapshot, "mapped", total)
+            transfer = self._service.transfers.enter(*reader)
+            _take(parts, transfer, 1)
+            self._lend(in_use, _take, parts, transfer, -1)
+            return MemoryLease(slots), parts
+
+    def _lend(self, in_use: ExitStack, give_back: Callable[..., None], *args: object) -> None:
+        """Count a lease; `give_back` is called when it is over."""
+
+        def end() -> None:
+            with self._service.lock:
                 self._leases -= 1
-                for part in parts:
-                    part.slot.mapped -= 1
-                if transfer is not None:  # it reports how it ended, or is swept
-                    transfer.leases -= 1
+                give_back(*args)
+
+        self._leases += 1
+        self._service.transfers.mapped += 1
+        in_use.callback(end)
 
 
-def _send(sock: socket.socket, parts: list[Part]) -> None:
-    slots = [
-        LeasedSlot(slot.nbytes, {v.name: (v.start, v.nbytes) for v in volumes.values()})
-        for slot, volumes in parts
-    ]
-    send_frame(sock, msgspec.msgpack.encode(MemoryLease(slots)))
+def _take(parts: list[Part], transfer: Transfer | None, one: int) -> None:
+    """One process more, or less, has memory mapped. It reports how it ended, or is swept."""
+    for part in parts:
+        part.slot.mapped += one
+    if transfer is not None:
+        transfer.kind, transfer.leases = "mapped", transfer.leases + one
+
+
+def _send_memory(sock: socket.socket, parts: list[Part]) -> None:
     with ExitStack() as opened:
         fds = []
         for slot, _ in parts:  # opened again for reading alone

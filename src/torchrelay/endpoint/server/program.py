@@ -14,9 +14,8 @@ from contextlib import suppress
 import msgspec
 
 from torchrelay.endpoint.server import messages as m
-from torchrelay.endpoint.server.service import Service
+from torchrelay.endpoint.server.service import Service, status
 from torchrelay.endpoint.server.snapshots import digests
-from torchrelay.endpoint.server.status import status
 from torchrelay.endpoint.server.step_server import StepServer
 from torchrelay.memory.pages import return_freed_memory
 from torchrelay.stores.writer.child_process import trainer_at
@@ -140,7 +139,7 @@ class EndpointProgram:
             self._slots = TwoSlots(self._server.service, request.hold)
             if request.history:
                 # Imported for this alone: it needs numpy.
-                from torchrelay.endpoint.server.updates.changes import ChangeHistory
+                from torchrelay.endpoint.server.changes import ChangeHistory
 
                 self._server.service.snapshots.changes = ChangeHistory(request.history)
             return m.Listening(self._server.port)

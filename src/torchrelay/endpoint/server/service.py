@@ -1,4 +1,7 @@
-"""The state of a server: its snapshots, their readers, its seeds. One lock guards all of it."""
+"""The state of a server: its snapshots, their readers, its seeds. One lock guards all of it.
+
+Its status comes as JSON for a page, and as numbers for Prometheus.
+"""
 
 from __future__ import annotations
 
@@ -13,11 +16,13 @@ from torchrelay.endpoint.server.snapshots import Arrivals, ServedSnapshot, Snaps
 from torchrelay.endpoint.server.transfers import IDLE_SECONDS, Transfer, Transfers
 from torchrelay.sources.access import Access
 from torchrelay.sources.lent_memory import DeviceLeaseRequest
+from torchrelay.version import __version__
 
 SEED_SECONDS = 10.0  # after which a seed that does not announce itself again is taken to be gone
 MAX_SEEDS = 1024
 MAX_DEVICE_WAIT = 60.0  # seconds that a request for memory of a GPU waits
 _CUT_SECONDS = 2.0
+NO_CHANGES = {"history": 0, "bytes": 0, "steps": []}  # of a server that does not look for them
 
 
 class Service:
@@ -136,3 +141,65 @@ class Service:
                     connection.cut()
                 self.transfers.end(one, "failed", one.cut)
             self.until(lambda: not any(one.connections for one in cut), _CUT_SECONDS)
+
+
+def status(service: Service) -> dict[str, object]:
+    """`/status.json`; to be called with the lock held."""
+    transfers = service.transfers
+    newest, changes = service.snapshots.newest, service.snapshots.changes
+    return {
+        "version": __version__,
+        "url": service.url,
+        "now": time.time(),
+        "started": service.started,
+        "step": None if newest is None else newest.step,
+        "steps": [
+            {**one.facts(), "readers": len(list(transfers.of(one)))}
+            for one in service.snapshots.shown
+        ],
+        "publishes": list(transfers.publishes),
+        "transfers": [{**one.facts(), "rate": one.rate} for one in transfers.active.values()],
+        "finished": list(transfers.finished),
+        "readers": len(transfers.active),
+        "seeds": [{"url": url, "snapshot": snapshot} for url, snapshot in service.seeds.items()],
+        "ranks": (newest.ranks if newest is not None else []) or [service.url],
+        "changes": NO_CHANGES if changes is None else changes.facts(),
+        "connections": 0 if service.http is None else service.http.count,
+        "sent_bytes": transfers.sent_bytes,
+        "failures": transfers.outcomes["failed"],
+    }
+
+
+def metrics(service: Service) -> str:
+    """The text format of Prometheus."""
+    transfers = service.transfers
+    newest = service.snapshots.newest
+    last = transfers.publishes[-1] if transfers.publishes else {}
+    rows: list[tuple[str, str, str, object]] = [
+        ("step", "gauge", "", -1 if newest is None else newest.step),
+        ("steps_held", "gauge", "", len(service.snapshots.shown)),
+        ("state_bytes", "gauge", "", 0 if newest is None else newest.nbytes),
+        ("sent_bytes_total", "counter", "", transfers.sent_bytes),
+        ("mapped_total", "counter", "", transfers.mapped),
+        ("readers", "gauge", "", len(transfers.active)),
+        ("seeds", "gauge", "", len(service.seeds)),
+        ("connections", "gauge", "", 0 if service.http is None else service.http.count),
+        ("publishes_total", "counter", "", transfers.published),
+        ("publishes_skipped_total", "counter", "", transfers.skipped),
+        ("publish_seconds", "gauge", "", last.get("stage_seconds", 0.0)),
+    ]
+    for outcome, count in transfers.outcomes.items():
+        rows.append(("transfers_total", "counter", f'{{outcome="{outcome}"}}', count))
+    refused = dict(transfers.refused)
+    if service.http is not None:
+        refused["limit"] += service.http.turned_away
+        refused["slow"] += service.http.slow
+    for reason, count in refused.items():
+        rows.append(("refused_total", "counter", f'{{reason="{reason}"}}', count))
+    lines = []
+    for name, kind, labels, value in rows:
+        head = f"# TYPE torchrelay_{name} {kind}"
+        if head not in lines:
+            lines.append(head)
+        lines.append(f"torchrelay_{name}{labels} {value}")
+    return "\n".join(lines) + "\n"

@@ -18,7 +18,7 @@ from torchrelay.geometry import DIGEST_BYTES
 from torchrelay.memory.crew import share_out
 
 if TYPE_CHECKING:  # numpy takes as much memory as the server itself
-    from torchrelay.endpoint.server.updates.changes import ChangeHistory
+    from torchrelay.endpoint.server.changes import ChangeHistory
 
 HASHERS = 2  # threads: the trainer's own go first
 

@@ -13,8 +13,7 @@ from torchrelay.endpoint.server.snapshots import ServedSnapshot
 from torchrelay.errors import EndpointError, RelayError
 from torchrelay.sources.access import Access
 from torchrelay.sources.connection import Host
-from torchrelay.sources.remote_step import RemoteReader
-from torchrelay.sources.suppliers import HttpSupplier, Suppliers
+from torchrelay.sources.remote_step import HttpSupplier, RemoteReader, Suppliers
 from torchrelay.stores.local.files import through
 
 if TYPE_CHECKING:

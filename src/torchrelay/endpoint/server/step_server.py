@@ -1,23 +1,376 @@
 """The step server: snapshots, complete or partial, that others read by HTTP or map on this host.
 
 It runs next to a trainer (`serve`), in a process that outlives the worker (`Keeper`), and in a
-puller that passes on what it has (a seed). They differ in who tells it what to show.
+puller that passes on what it has (a seed). They differ in who tells it what to show. docs/http.md
+lists the requests.
 """
 
 from __future__ import annotations
 
+import re
+import secrets
 import threading
+from collections.abc import Callable, Iterator
+from contextlib import closing, nullcontext
+from functools import partial
+from typing import TYPE_CHECKING, Annotated, NamedTuple, TypeVar
 
-from torchrelay.endpoint.server.app import App
-from torchrelay.endpoint.server.http.accepting import Acceptor, listen_at
-from torchrelay.endpoint.server.http.connections import HttpServer
+import msgspec
+import xxhash
+
+from torchrelay.endpoint.page import PAGE, PATHS
+from torchrelay.endpoint.server.http.connections import (
+    FRESH,
+    Handler,
+    HttpConnection,
+    HttpServer,
+    Response,
+    SlowReader,
+    Span,
+)
+from torchrelay.endpoint.server.http.requests import (
+    BODY_BYTES,
+    ByteRange,
+    Refusal,
+    Request,
+    byte_range,
+)
+from torchrelay.endpoint.server.http.sockets import Acceptor, listen_at, refusal
 from torchrelay.endpoint.server.local_memory import LocalMemory
-from torchrelay.endpoint.server.messages import Listen
-from torchrelay.endpoint.server.service import Service
+from torchrelay.endpoint.server.messages import Listen, SeedAnnouncement, SeedAnswer
+from torchrelay.endpoint.server.service import Service, metrics, status
+from torchrelay.endpoint.server.snapshots import ServedSnapshot
+from torchrelay.endpoint.server.step_reader import StepReader
+from torchrelay.endpoint.server.transfers import ONE_REQUEST, Transfer
+from torchrelay.errors import EndpointError, RemoteProtocolError, UsageError
+from torchrelay.machine import machine
 from torchrelay.sources.access import Access
 from torchrelay.sources.http_head import ServerUrl
+from torchrelay.sources.lent_memory import LocalFacts
 
+if TYPE_CHECKING:
+    from torchrelay.endpoint.page.answers import PageAnswers
+
+
+READER = re.compile(r"[A-Za-z0-9]{16,64}")
+MAX_WAIT = 60.0  # seconds that a request waits for a newer step
+STEP_SECONDS = 30.0  # for a step that is being published
 _SWEEP_SECONDS = 1.0
+CHUNK_SECONDS = 2.0  # for chunks that are on their way here
+MAX_PATTERNS, MAX_PATTERN = 16, 200
+PARTS, PARTS_BODY = "/parts", 4 << 20  # a request for parts has many runs
+
+Said = TypeVar("Said", bound=msgspec.Struct)
+Pieces = Iterator[bytes | memoryview | Span]
+
+
+class Ending(msgspec.Struct):
+    """`POST /readers/READER`: how a reader ended, and how much of mapped memory it used."""
+
+    outcome: str
+    reason: str = ""
+    bytes: Annotated[int, msgspec.Meta(ge=0, le=1 << 62)] = 0
+
+
+class _Bytes(NamedTuple):
+    """An answer with bytes of a step, for a transfer of a `kind` with `total` bytes. Without an
+    `extent`, its length is not known before."""
+
+    snapshot: ServedSnapshot
+    kind: str
+    total: int
+    extent: ByteRange | None
+    headers: dict[str, str]
+    pieces: Callable[[], Pieces]
+
+
+class App:
+    """Answers requests from what is shown."""
+
+    def __init__(self, service: Service) -> None:
+        self.service = service
+        self._page_answers: PageAnswers | None = None  # once the page was asked for
+        # By path, with the method. Short answers are made with the lock held.
+        self._short: dict[str, tuple[str, Handler]] = {
+            "/healthz": ("GET", lambda *_: Response(body=b"ok\n")),
+            "/steps.json": ("GET", self._steps),
+            "/record": ("GET", self._record),
+            "/places.json": ("GET", self._places),
+            "/local.json": ("GET", lambda *_: Response.json(LocalFacts(machine(), service.socket))),
+            "/seeds": ("POST", self._seeds),
+            "/readers/": ("POST", self._reader_ends),
+            "/status.json": ("GET", lambda *_: Response.json(status(service))),
+            "/metrics": ("GET", lambda *_: Response(body=metrics(service).encode())),
+        }
+        self._long: dict[str, tuple[str, Handler]] = {
+            "/volumes/": ("GET", self._volume),
+            "/model.safetensors": ("GET", self._file),
+            PARTS: ("POST", self._parts),
+            **dict.fromkeys((PAGE, *PATHS), ("GET", self._page)),
+        }
+
+    def body_limit(self, request: Request, connection: HttpConnection) -> int:
+        """The most bytes of a body. Long ones are taken from clients that may ask alone."""
+        if request.path != PARTS or request.length <= BODY_BYTES:
+            return BODY_BYTES
+        self._admit(request, connection)
+        return PARTS_BODY
+
+    def answer(self, request: Request, connection: HttpConnection) -> Response | None:
+        """The answer to a request; None where it was sent already."""
+        self._admit(request, connection)
+        path = request.path
+        for prefix in ("/readers/", "/volumes/"):
+            path = prefix if path.startswith(prefix) else path
+        is_short = path in self._short
+        if not is_short and path not in self._long:
+            raise Refusal(404, "nothing is here: docs/http.md lists what can be asked for")
+        allowed, act = self._short[path] if is_short else self._long[path]
+        if request.method != allowed and (request.method, allowed) != ("HEAD", "GET"):
+            raise Refusal(405, f"this path takes {allowed}")
+        with self.service.lock if is_short else nullcontext():
+            return act(request, connection)
+
+    def _admit(self, request: Request, connection: HttpConnection) -> None:
+        # The page holds nothing of the state; a browser cannot send a token to get it.
+        token = self.service.access.token
+        open_to_all = ("/healthz",) if token is None else ("/healthz", PAGE)
+        if request.path in open_to_all:
+            return
+        if why := refusal(request.headers, token, connection.is_own):
+            self.service.transfers.refused["token"] += 1
+            raise Refusal(401, why)
+        connection.admitted = True
+
+    # Steps.
+
+    def _steps(self, request: Request, connection: HttpConnection) -> Response:
+        above = request.number("newer_than")
+        service, snapshots = self.service, self.service.snapshots
+        if above is not None:
+            wait = min((request.number("wait_ms") or 0) / 1000, MAX_WAIT)
+            service.until(lambda: any(one.step > above for one in snapshots.listed[-1:]), wait)
+        else:
+            service.until(lambda: not service.pending, STEP_SECONDS)
+        return Response.json({"steps": [snapshot.facts() for snapshot in snapshots.listed]})
+
+    def _asked_for(self, request: Request) -> ServedSnapshot:
+        """The step that a request names, or the newest."""
+        step, snapshots = request.number("step"), self.service.snapshots
+        with self.service.lock:
+            if step is None:
+                self.service.until(lambda: not self.service.pending, STEP_SECONDS)
+                if snapshots.newest is None:
+                    raise Refusal(503, "no step has been published yet: ask again")
+                return snapshots.newest
+            found = snapshots.by_step(step)
+            if found is None:
+                there = ", ".join(str(one.step) for one in snapshots.listed) or "none"
+                raise Refusal(404, f"no step {step} here; available: {there}")
+            return found
+
+    def _by_id(self, snapshot: str) -> ServedSnapshot:
+        with self.service.lock:
+            found = self.service.snapshots.by_id(snapshot)
+        if found is None:
+            raise Refusal(410, "that step is gone, or was never here: ask for the newest")
+        return found
+
+    def _record(self, request: Request, connection: HttpConnection) -> Response:
+        snapshot = self._asked_for(request)
+        if "torchrelay-reader" in request.headers:  # it comes back for the volumes: keep them
+            self._transfer(request, connection, snapshot, "http", snapshot.nbytes)
+        headers = {"ETag": f'"{snapshot.etag}"', "Torchrelay-Snapshot": snapshot.id}
+        return Response(body=snapshot.record, kind="application/json", headers=headers)
+
+    def _places(self, request: Request, connection: HttpConnection) -> Response:
+        snapshot = self._by_id(request.field("snapshot"))
+        volumes = {
+            # An empty text stands for the URL that was asked, by whichever name that was.
+            volume.name: ["" if snapshot.place(volume.name) else snapshot.ranks[place]]
+            for volume, place in zip(snapshot.order, snapshot.places, strict=True)
+        }
+        return Response.json({"step": snapshot.step, "snapshot": snapshot.id, "volumes": volumes})
+
+    def _seeds(self, request: Request, connection: HttpConnection) -> Response:
+        """A puller says where it serves what it has, and learns of the others."""
+        said = _body(request, SeedAnnouncement, '{"url": "http://HOST:PORT", "snapshot": "ID"}')
+        try:
+            place = ServerUrl.parse(said.url)
+        except UsageError as fault:
+            raise Refusal(400, fault.message) from None
+        if place.host != connection.remote:
+            raise Refusal(400, "a seed is named by the address that it asks from")
+        if self.service.access.tls and place.scheme != "https":
+            raise Refusal(400, "a seed of an https endpoint serves by https")
+        snapshot = self._by_id(said.snapshot)
+        return Response.json(
+            SeedAnswer(self.service.announce(place.url, snapshot.id), snapshot.complete)
+        )
+
+    def _reader_ends(self, request: Request, connection: HttpConnection) -> Response:
+        said = _body(request, Ending, '{"outcome": "done"} or "failed", with "reason"')
+        for transfer in self.service.transfers.by_reader(request.path.removeprefix("/readers/")):
+            if transfer.kind == "mapped":
+                transfer.bytes = min(said.bytes, transfer.total)
+            outcome = "done" if said.outcome == "done" else "failed"
+            self.service.transfers.end(transfer, outcome, said.reason)
+        return Response(204)
+
+    # Bytes.
+
+    def _volume(self, request: Request, connection: HttpConnection) -> None:
+        parts = request.path.split("/")
+        if len(parts) != 4:
+            raise Refusal(404, "volumes are asked for as /volumes/SNAPSHOT/NAME")
+        snapshot = self._by_id(parts[2])
+        place = snapshot.place(parts[3])
+        if place is None:
+            raise Refusal(404, "that volume is not here: /places.json says where it is")
+        name, nbytes = place[1].name, place[1].nbytes
+        extent = self._extent(request, nbytes, snapshot.etag)
+        wait = min((request.number("wait_ms") or 0) / 1000, CHUNK_SECONDS)
+        if not snapshot.wait(name, extent.start, extent.stop, wait):
+            raise Refusal(404, "these bytes have not arrived here yet")
+
+        def pieces() -> Pieces:
+            return filter(None, [snapshot.span(name, extent.start, extent.stop)])
+
+        headers = extent.headers(snapshot.etag)
+        answer = _Bytes(snapshot, "http", snapshot.nbytes, extent, headers, pieces)
+        self._send(request, connection, answer)
+
+    def _parts(self, request: Request, connection: HttpConnection) -> None:
+        # Imported for this alone: numpy takes as much memory as the server itself.
+        from torchrelay.endpoint.server.parts import wanted_parts
+        from torchrelay.parts.runs import decode_request
+        from torchrelay.parts.stream import part_stream
+
+        try:
+            said = decode_request(request.body)
+            snapshot = self._by_id(said.snapshot)
+            wanted = wanted_parts(said, snapshot, self.service.snapshots.changes)
+        except RemoteProtocolError as fault:
+            raise Refusal(400, fault.message) from None
+
+        headers = {"Content-Type": "application/octet-stream", **FRESH}
+        sent = partial(part_stream, wanted)
+        self._send(
+            request, connection, _Bytes(snapshot, "http", snapshot.nbytes, None, headers, sent)
+        )
+
+    def _file(self, request: Request, connection: HttpConnection) -> Response | None:
+        patterns = request.query.get("include", [])
+        if len(patterns) > MAX_PATTERNS or any(len(one) > MAX_PATTERN for one in patterns):
+            raise Refusal(400, f"give at most {MAX_PATTERNS} patterns of {MAX_PATTERN} characters")
+        # Imported for this alone: what reads a record takes as much memory as the server itself.
+        from torchrelay.endpoint.server.whole_file import whole_file
+
+        snapshot = self._asked_for(request)
+        if not snapshot.tensors:
+            raise Refusal(404, "a seed has the volumes of a step: ask the endpoint for its file")
+        file = whole_file(snapshot.record, tuple(patterns), snapshot.id)
+        if not file.contents.tensors:
+            raise Refusal(404, "no tensor has a name like that: the record lists the names")
+        digest = xxhash.xxh3_64_hexdigest("\n".join(patterns).encode("utf-8", "replace"))
+        etag = snapshot.etag + (f"-{digest}" if patterns else "")
+        if f'"{etag}"' in request.headers.get("if-none-match", ""):
+            return Response(304, headers={"ETag": f'"{etag}"'})
+        extent = self._extent(request, file.nbytes, etag)
+
+        def pieces() -> Pieces:
+            with self.service.lock:
+                reader = StepReader(snapshot, file.contents, self.service.access)
+            with closing(reader):
+                yield from file.pieces(reader, extent.start, extent.stop)
+
+        answer = _Bytes(snapshot, "file", file.nbytes, extent, extent.headers(etag), pieces)
+        self._send(request, connection, answer)
+        return None
+
+    def _extent(self, request: Request, nbytes: int, etag: str) -> ByteRange:
+        try:
+            return byte_range(request, nbytes, etag)
+        except Refusal:
+            self.service.transfers.refused["range"] += 1
+            raise
+
+    def _transfer(
+        self,
+        request: Request,
+        connection: HttpConnection,
+        snapshot: ServedSnapshot,
+        kind: str,
+        total: int,
+    ) -> Transfer:
+        reader = request.headers.get("torchrelay-reader", "")
+        if reader and not READER.fullmatch(reader):
+            raise Refusal(400, "Torchrelay-Reader is 16 to 64 letters and digits")
+        name = reader or f"{ONE_REQUEST}{secrets.token_hex(8)}"
+        agent = request.headers.get("user-agent", "")
+        found = self.service.transfers.enter(name, connection.remote, agent, snapshot, kind, total)
+        if found is None:
+            self.service.transfers.refused["limit"] += 1
+            raise Refusal(429, "too many readers at once: ask again later")
+        return found
+
+    def _send(self, request: Request, connection: HttpConnection, answer: _Bytes) -> None:
+        """Send an answer with bytes, and note how that ended. While it is sent, the memory of the
+        snapshot is not taken back."""
+        snapshot, kind, total, extent, headers, pieces = answer
+        status = 206 if extent is not None and extent.partial else 200
+        length = None if extent is None else extent.stop - extent.start
+        if request.method == "HEAD":
+            connection.send_head(status, length, headers)
+            return
+        service, transfers = self.service, self.service.transfers
+        with service.lock:
+            self._by_id(snapshot.id)  # it may be gone by now
+            transfer = self._transfer(request, connection, snapshot, kind, total)
+            transfer.connections.add(connection)
+            given = pieces()
+
+        def moved(nbytes: int) -> None:
+            with service.lock:
+                transfers.moved(transfer, nbytes)
+
+        reason = ""
+        try:
+            connection.send_head(status, length, headers)
+            connection.stream(given, moved)
+        except SlowReader:
+            reason = f"the reader took no bytes for {service.stall:g} s and was dropped"
+            raise
+        except (OSError, EndpointError) as fault:
+            reason = fault.message if isinstance(fault, EndpointError) else "the reader went away"
+            connection.cut()
+            raise ConnectionResetError(reason) from fault
+        finally:
+            with service.lock:
+                transfer.connections.discard(connection)
+                transfer.fault = reason = transfer.cut or reason
+                if transfer.reader.startswith(ONE_REQUEST):
+                    transfers.end(transfer, "failed" if reason else "done", reason)
+                service.notify()
+
+    def _page(self, request: Request, connection: HttpConnection) -> Response:
+        # Imported for the page alone: with numpy it takes as much memory as the server itself.
+        from torchrelay.endpoint.page.answers import PageAnswers
+        from torchrelay.endpoint.page.served import ServedWatch
+
+        if self._page_answers is None:
+            self._page_answers = PageAnswers(ServedWatch(self.service))
+        return self._page_answers.answer(request)
+
+
+def _body(request: Request, kind: type[Said], form: str) -> Said:
+    """The body of a request; `Refusal` where it is something else."""
+    try:
+        if not request.headers.get("content-type", "").startswith("application/json"):
+            raise ValueError
+        return msgspec.json.decode(request.body, type=kind)
+    except (msgspec.MsgspecError, ValueError):
+        raise Refusal(400, f"this takes application/json: {form}") from None
 
 
 class StepServer:

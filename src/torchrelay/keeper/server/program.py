@@ -21,10 +21,9 @@ from dataclasses import replace
 import msgspec
 
 from torchrelay.endpoint.server import messages as m
-from torchrelay.endpoint.server.http.accepting import Acceptor, listen_by_name
-from torchrelay.endpoint.server.http.admission import user_of
+from torchrelay.endpoint.server.http.sockets import Acceptor, listen_by_name, user_of
 from torchrelay.endpoint.server.program import descriptor_of, obey, stage
-from torchrelay.endpoint.server.status import status
+from torchrelay.endpoint.server.service import status
 from torchrelay.endpoint.server.step_server import StepServer
 from torchrelay.keeper.choice import KeeperRing
 from torchrelay.keeper.server import messages as k

@@ -22,8 +22,8 @@ from typing import BinaryIO, NamedTuple
 
 import msgspec
 
-from torchrelay.endpoint.server.http.admission import is_own_user
 from torchrelay.endpoint.server.http.requests import BODY_BYTES, HEAD_BYTES, Refusal, Request
+from torchrelay.endpoint.server.http.sockets import is_own_user
 from torchrelay.sources.http_head import END
 
 logger = logging.getLogger("torchrelay")

@@ -6,9 +6,9 @@ from collections.abc import Iterator
 
 import numpy as np
 
+from torchrelay.endpoint.server.changes import ChangeHistory
 from torchrelay.endpoint.server.http.requests import Refusal
 from torchrelay.endpoint.server.snapshots import ServedSnapshot
-from torchrelay.endpoint.server.updates.changes import ChangeHistory
 from torchrelay.errors import RemoteProtocolError
 from torchrelay.parts.runs import MAX_RUNS, PartRuns, PartsRequest
 from torchrelay.parts.stream import WantedPart
