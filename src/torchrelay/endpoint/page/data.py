@@ -7,8 +7,7 @@ from dataclasses import asdict
 from math import prod
 from typing import Any, Protocol
 
-from torchrelay.inspection.chunk_changes import touched
-from torchrelay.inspection.comparison import compare, distance
+from torchrelay.inspection.comparison import compare, distance, touched
 from torchrelay.inspection.facts import nbytes_of
 from torchrelay.inspection.seam import Contents, StateReader
 from torchrelay.inspection.statistics import histogram, statistics
@@ -61,9 +60,10 @@ def values(source: StateReader, name: str) -> dict[str, Any]:
         "counts": None,
     }
     numbers = statistics(source, tensor)
-    bars = histogram(source, tensor, known=numbers)
-    if numbers is not None and bars is not None:
-        facts |= {**asdict(numbers), "low": bars.low, "high": bars.high, "counts": bars.counts}
+    if numbers is not None:
+        low, high = float(numbers.min or 0.0), float(numbers.max or 0.0)
+        counts = histogram(source, tensor, numbers)
+        facts |= {**asdict(numbers), "low": low, "high": high, "counts": counts}
     return facts  # numbers that are not finite are null in JSON
 
 
