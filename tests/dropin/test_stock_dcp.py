@@ -39,7 +39,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 from tests.support.ranks import RankPool
 from tests.support.rounds import rounds
-from torchrelay.dropin._dcp_directory.metadata import decode
+from torchrelay.dropin._dcp_metadata import decode
 from torchrelay.dropin.stock_dcp import (
     read_stock,
     read_torch_save,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from torchrelay.inspection.chunk_changes import Touched, touched
+from torchrelay.inspection.comparison import Touched, touched
 from torchrelay.inspection.seam import Contents, VolumeFacts
 from torchrelay.plan.stored import Shard, StoredTensor
 

@@ -55,8 +55,9 @@ def test_statistics_of_a_large_tensor_take_little_memory() -> None:
     source = HeldSource({"t": tensor}, {"t": [((0, 0), (1, 10)), ((0, 10), (1, 19_999_990))]})
     tracemalloc.start()
     try:
-        statistics(source, source.contents.tensors[0])
-        histogram(source, source.contents.tensors[0])
+        known = statistics(source, source.contents.tensors[0])
+        assert known is not None
+        histogram(source, source.contents.tensors[0], known)
         peak = tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()

@@ -19,7 +19,7 @@ pytest.importorskip("ray.train", reason="ray is not installed", exc_type=ImportE
 from pyarrow.fs import LocalFileSystem
 
 from tests.integrations import ray_job as job
-from torchrelay.integrations.ray import RelayReports, _step_at
+from torchrelay.integrations.ray import RelayReports
 from torchrelay.pending import Pending
 
 
@@ -72,11 +72,6 @@ def test_ray_gets_a_checkpoint_when_it_is_committed() -> None:
     bad.end(None, CheckpointError("the disk is full"))
     with pytest.raises(CheckpointError, match="full"):
         relay._when_committed(bad)["checkpoint_upload_fn"](checkpoint, "any")
-
-
-def test_steps_in_paths() -> None:
-    assert _step_at("bucket/run/steps/step-12") == 12
-    assert _step_at("/run/checkpoint_2026-01-01") == -1
 
 
 def test_without_ray_the_error_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -29,8 +29,7 @@ from torchrelay.errors import (
     UsageError,
 )
 from torchrelay.integrations import weights as weights_module
-from torchrelay.integrations.weight_offers import WeightOffers, read_offer
-from torchrelay.integrations.weights import WeightReader, named_tensors
+from torchrelay.integrations.weights import WeightOffers, WeightReader, named_tensors, read_offer
 
 SECONDS = 60
 

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from torchrelay.errors import RemoteProtocolError, UsageError
 from torchrelay.parts.bitmaps import ChangedElements
-from torchrelay.parts.encoding import BITMAP, GAPS, SAME, WHOLE, decode, encode
+from torchrelay.parts.stream import BITMAP, GAPS, SAME, WHOLE, decode, encode
 
 ITEM_SIZES = (1, 2, 4, 8, 16)
 Bytes = NDArray[np.uint8]

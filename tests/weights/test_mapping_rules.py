@@ -10,8 +10,13 @@ import pytest
 from torchrelay.errors import MismatchError, UsageError
 from torchrelay.geometry.boxes import around, without
 from torchrelay.weights.mapping.layout import layout_of
-from torchrelay.weights.mapping.names import filled, matched
-from torchrelay.weights.mapping.rules import ParameterRule, SourcePart, WeightMapping
+from torchrelay.weights.mapping.rules import (
+    ParameterRule,
+    SourcePart,
+    WeightMapping,
+    filled,
+    matched,
+)
 from torchrelay.weights.mapping.vllm import llama_to_vllm
 
 

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import typer
 
 from torchrelay.deadlines import Deadline
 from torchrelay.errors import StepNotFoundError, UsageError
+from torchrelay.inspection.file_kinds import Kind, is_torch_save, kind_of
+from torchrelay.stores.locate import directory_at, open_store, scheme_of, split_step
 
 if TYPE_CHECKING:
     from torchrelay.inspection.seam import OpenedState
@@ -44,36 +45,37 @@ def _open(name: str, step: int | None) -> OpenedState:
         from torchrelay.cli.access import endpoints
 
         return _opened(endpoints(name), step)
-    if is_place(name) and not _is_dcp(name):
+    kind = state_kind(name)
+    if kind == "torchrelay":
         return _open_step(name, step)
-    if is_torch_save_file(name):
+    path = directory_at(name)
+    if kind == "torch" and is_torch_save(path):
         raise UsageError(
             f"{name} is a torch.save file, which can only be read as a whole: convert it first, by "
             f"torchrelay convert {name} PLACE"
         )
-    check_state(name)
     if step is not None:
         raise StepNotFoundError(f"{name} is one state without a step: leave out --step", step=step)
-    if _is_dcp(name):
-        from torchrelay.dropin.dcp_source import DcpSource
+    if kind == "dcp":
+        from torchrelay.dropin.dcp_directory import StockDirectory
 
-        return DcpSource(str(_path(name)))
-    from torchrelay.inspection.safetensors_source import SafetensorsSource
+        return StockDirectory(path)
+    from torchrelay.inspection.safetensors_file import SafetensorsSource
 
-    return SafetensorsSource(_path(name))
+    return SafetensorsSource(path)
 
 
-def check_state(name: str) -> None:
-    """`UsageError` unless something has this name."""
-    if not (is_url(name) or is_place(name) or is_file(name)):
+def state_kind(name: str) -> Kind:
+    """The kind of checkpoint that a name is of; `UsageError` unless something has this name."""
+    kind = kind_of(name)
+    if kind is None:
         raise UsageError(f"{name} has no state: give {HELP[0].lower()}{HELP[1:-1]}")
+    return kind
 
 
 def at_newest(name: str) -> str:
     """A place by the name of its newest step, which may be damaged; other sources as they are."""
-    from torchrelay.stores.locate import open_store, split_step
-
-    if is_url(name) or _is_dcp(name) or not is_place(name) or split_step(name)[1] is not None:
+    if is_url(name) or kind_of(name) != "torchrelay" or split_step(name)[1] is not None:
         return name
     store = open_store(name)
     steps = store.steps()
@@ -84,34 +86,22 @@ def at_newest(name: str) -> str:
 
 def instead(name: str) -> str:
     """Explains a place without steps and names the command for it, to end a message with."""
-    from torchrelay.stores.locate import OBJECTS, scheme_of, split_step
-
     above, step = split_step(name)
-    if scheme_of(name)[0] in OBJECTS:
-        return "" if step is None else f": it is one itself, of {above}"
-    path = _path(name)
-    if not path.exists():
+    local = scheme_of(name)[0] == "file"
+    if local and not directory_at(name).exists():
         return ": there is no such directory"
     if step is not None:
         return f": it is one itself, of {above}"
-    if _is_dcp(name):
+    if kind_of(name) == "dcp":
         return f": it is a DCP directory, see torchrelay inspect {name}"
-    for pattern, kind, command in FILES:
-        if found := sorted(path.glob(pattern)):
+    for pattern, kind, command in FILES if local else ():
+        if found := sorted(directory_at(name).glob(pattern)):
             return f": it has {kind} files, see torchrelay {command.format(found[0])}"
     return ""
 
 
-def is_place(name: str) -> bool:
-    """Whether a name is of a place with steps, or of one of them."""
-    from torchrelay.stores.locate import OBJECTS, scheme_of, split_step
-
-    return scheme_of(name)[0] in OBJECTS or _path(split_step(name)[0]).is_dir()
-
-
 def _open_step(name: str, step: int | None) -> OpenedState:
     from torchrelay.sources.places import StoreSource
-    from torchrelay.stores.locate import open_store, split_step
 
     place, named = split_step(name)
     if None not in (named, step) and named != step:
@@ -148,25 +138,3 @@ def _opened(source: Source, step: int | None) -> StepSource:
 def is_url(name: str) -> bool:
     """Whether a name is of an endpoint."""
     return name.startswith(("http://", "https://"))
-
-
-def _is_dcp(name: str) -> bool:
-    return (_path(name) / ".metadata").is_file()
-
-
-def is_torch_save_file(name: str) -> bool:
-    """Whether a name is of a file that torch.save wrote."""
-    from torchrelay.inspection.file_kinds import is_torch_save
-
-    return _path(name).is_file() and is_torch_save(_path(name))
-
-
-def is_file(name: str) -> bool:
-    """Whether a name is of a file, whatever is in it."""
-    return _path(name).is_file()
-
-
-def _path(name: str) -> Path:
-    from torchrelay.stores.locate import directory_at, scheme_of
-
-    return directory_at(name) if scheme_of(name)[0] == "file" else Path()

@@ -25,14 +25,31 @@ class Kill(NamedTuple):
     rank: int
 
 
-class Comeback(NamedTuple):
-    """The recovery after a kill: seconds by phase, up to the first new step."""
+class Comeback:
+    """The recovery after a kill, up to the first new step."""
 
-    what: str
-    step: int  # that was done when it came
-    back_at: int  # the step that was brought back
-    phases: Phases
-    told: str
+    def __init__(self, kill: Kill | None, step: int) -> None:
+        self.what = "a failure" if kill is None else f"a {kill.what}"
+        self.step = step  # that was done when it came
+        self.killed = self.noticed = time.monotonic()
+        self.ready: dict[int, float] = {}
+        self.brought: dict[int, tuple[float, Brought]] = {}
+        self.phases: Phases = {}  # seconds
+
+    def end(self, first_step: float) -> None:
+        back, brought = max(self.brought.values(), key=lambda one: one[0])
+        self.back_at, self.told = brought.step, brought.told  # the step that was brought back
+        ready = max(self.ready.values(), default=self.noticed)
+        verify = brought.seconds.get("verify", 0.0)
+        land = brought.seconds.get("land", 0.0) + brought.seconds.get("commit", 0.0)
+        self.phases = {
+            "detect": self.noticed - self.killed,
+            "start": ready - self.noticed,
+            "fetch": max(0.0, back - ready - verify - land),
+            "verify": verify,
+            "land": land,
+            "train": first_step - back,
+        }
 
     @property
     def seconds(self) -> float:
@@ -56,32 +73,6 @@ class Teller:
     def failed(self, rank: int, traceback: str) -> None: ...
 
 
-class _Disturbance:
-    """From a kill to the first new step."""
-
-    def __init__(self, kill: Kill | None, last: int) -> None:
-        self.kill, self.last = kill, last
-        self.killed = self.noticed = time.monotonic()
-        self.ready: dict[int, float] = {}
-        self.brought: dict[int, tuple[float, Brought]] = {}
-
-    def over(self, first_step: float) -> Comeback:
-        back, brought = max(self.brought.values(), key=lambda one: one[0])
-        ready = max(self.ready.values(), default=self.noticed)
-        verify = brought.seconds.get("verify", 0.0)
-        land = brought.seconds.get("land", 0.0) + brought.seconds.get("commit", 0.0)
-        phases = {
-            "detect": self.noticed - self.killed,
-            "start": ready - self.noticed,
-            "fetch": max(0.0, back - ready - verify - land),
-            "verify": verify,
-            "land": land,
-            "train": first_step - back,
-        }
-        what = "a failure" if self.kill is None else f"a {self.kill.what}"
-        return Comeback(what, self.last, brought.step, phases, brought.told)
-
-
 class Story:
     """One run, from its first start to its end."""
 
@@ -92,7 +83,7 @@ class Story:
         self._teller = teller or Teller()
         self.launcher = Launcher(plan, list(hosts))
         self.run = TrainingRun({}, {}, [], [])
-        self._trouble: _Disturbance | None = None
+        self._trouble: Comeback | None = None
         self._failures: list[str] = []
         self._last = 0
         self._tries = 0  # starts since the last new step
@@ -151,8 +142,9 @@ class Story:
         step, kept = heard.value
         self.note(heard.rank, kept)
         trouble = self._trouble
-        if trouble is not None and step > trouble.last and trouble.brought:
-            self.run.comebacks.append(trouble.over(heard.time))
+        if trouble is not None and step > trouble.step and trouble.brought:
+            trouble.end(heard.time)
+            self.run.comebacks.append(trouble)
             self._trouble = None
         self._tries = 0 if step > self._last else self._tries
         self._last = max(self._last, step)
@@ -162,7 +154,7 @@ class Story:
 
     def _disturb(self, kill: Kill) -> None:
         host = self.launcher.hosts[kill.rank]
-        self._trouble = _Disturbance(kill, self._last)
+        self._trouble = Comeback(kill, self._last)
         if kill.what == "worker":
             self._teller.event(
                 f"worker {kill.rank} on host {host} is killed after step {kill.step}"
@@ -179,7 +171,7 @@ class Story:
         if self._tries > self.patience:
             raise LaunchError(f"workers fail again and again:\n{''.join(self._failures[-1:])}")
         if self._trouble is None or self._trouble.brought:
-            self._trouble = _Disturbance(None, self._last)
+            self._trouble = Comeback(None, self._last)
         self._trouble.noticed = time.monotonic()
         for heard in self.launcher.stop():
             if heard.word == "loss":

@@ -6,6 +6,8 @@ import os
 from contextlib import closing
 from typing import Any, Literal
 
+import torch
+
 from torchrelay.checkpointer import Checkpointer
 from torchrelay.dropin.stock_dcp import (
     read_stock,
@@ -14,36 +16,22 @@ from torchrelay.dropin.stock_dcp import (
     write_torch_save,
 )
 from torchrelay.errors import UsageError
-from torchrelay.inspection.safetensors_file import read_tensors
-from torchrelay.inspection.safetensors_source import SafetensorsSource
+from torchrelay.inspection.facts import nbytes_of
+from torchrelay.inspection.file_kinds import kind_of
+from torchrelay.inspection.safetensors_file import SafetensorsSource
+from torchrelay.inspection.slabs import slabs
 from torchrelay.progress import ProgressCallback
-from torchrelay.stores.locate import OBJECTS, directory_at, scheme_of, split_step
+from torchrelay.state.tensors import dtype_named
+from torchrelay.stores.locate import directory_at, split_step
 
-Kind = Literal["torchrelay", "dcp", "torch"]
 KINDS = ("torchrelay", "dcp", "torch")
-SAFETENSORS = ".safetensors"
-
-
-def kind_of(place: str | os.PathLike[str]) -> Kind | Literal["safetensors"]:
-    """The kind of checkpoint at a path or URL: steps of this library, a stock DCP directory, a file
-    of `torch.save` or of safetensors."""
-    if scheme_of(place)[0] in OBJECTS:
-        return "torchrelay"
-    path = directory_at(place)
-    if path.is_file():
-        return "safetensors" if path.suffix == SAFETENSORS else "torch"
-    if (path / ".metadata").is_file():
-        return "dcp"
-    if path.is_dir():
-        return "torchrelay"
-    raise UsageError(f"{os.fspath(place)}: no checkpoint there: name another path")
 
 
 def convert(
     source: str | os.PathLike[str],
     target: str | os.PathLike[str],
     *,
-    to: Kind = "torchrelay",
+    to: Literal["torchrelay", "dcp", "torch"] = "torchrelay",
     step: int | None = None,
     progress: ProgressCallback | None = None,
 ) -> int | None:
@@ -73,6 +61,8 @@ def loaded(
 ) -> tuple[Any, int | None]:
     """The state of a checkpoint of any kind, and its step where the kind has one."""
     kind = kind_of(source)
+    if kind is None:
+        raise UsageError(f"{os.fspath(source)}: no checkpoint there: name another path")
     if kind == "torchrelay":
         place, named = split_step(source)
         with Checkpointer(place, group=False, read_only=True) as places:
@@ -80,5 +70,18 @@ def loaded(
         return found.state, found.step
     if kind == "safetensors":
         with closing(SafetensorsSource(directory_at(source))) as file:
-            return read_tensors(file), None
+            return _tensors(file), None
     return (read_stock(source) if kind == "dcp" else read_torch_save(source)), None
+
+
+def _tensors(source: SafetensorsSource) -> dict[str, torch.Tensor]:
+    """The tensors of a file by name, whole, on the CPU."""
+    found = {}
+    for tensor in source.contents.tensors:
+        whole = torch.empty(nbytes_of(tensor), dtype=torch.uint8, device="cpu")
+        at = 0
+        for slab in slabs(source, tensor):
+            whole[at : at + slab.size] = torch.from_numpy(slab)
+            at += slab.size
+        found[tensor.name] = whole.view(dtype_named(tensor.dtype)).view(tensor.shape)
+    return found

@@ -7,13 +7,17 @@ that either refuses is refused here by name, and never loaded another way.
 
 from __future__ import annotations
 
+import collections
+import io
 import os
 import pickle
 import warnings
 import zipfile
-from pathlib import Path
+from contextlib import closing
+from pathlib import Path, PurePath
 from typing import Any
 
+import numpy as np
 import torch
 from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict
@@ -23,8 +27,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.tensor import DTensor
 
-from torchrelay.dropin._dcp_directory.files import StockDirectory, check_archive, refusal
-from torchrelay.dropin._torch_values import torch_values
+from torchrelay.dropin.dcp_directory import StockDirectory, load_archive, load_unchecked
 from torchrelay.errors import (
     CheckpointError,
     ManifestError,
@@ -33,9 +36,18 @@ from torchrelay.errors import (
     UsageError,
 )
 from torchrelay.inspection.file_kinds import is_torch_save
+from torchrelay.state import paths
+from torchrelay.state.tree import is_namedtuple, show
 from torchrelay.stores.local.files import atomic_file
 
 _MAX_HOLES = 1 << 16
+
+# Types that `torch.load(weights_only=True)` reads.
+_AS_THEY_ARE = (
+    *(type(None), bool, int, float, complex, str, bytes, bytearray),
+    *(torch.Size, torch.dtype, torch.device),
+)
+_NUMBERS = (np.bool_, np.integer, np.floating, np.complexfloating)
 
 
 def read_stock(path: str | os.PathLike[str], *, check_crc: bool = True) -> dict[str, Any]:
@@ -51,7 +63,7 @@ def read_stock(path: str | os.PathLike[str], *, check_crc: bool = True) -> dict[
     `torch.serialization.set_crc32_options(False)`, which carry no checksums.
     """
     try:
-        with StockDirectory(Path(path), check_crc=check_crc) as directory:
+        with closing(StockDirectory(path, check_crc=check_crc)) as directory:
             values = {fqn: directory.value(fqn) for fqn in directory.items}
     except OSError as fault:
         raise CheckpointError(f"could not be read: {fault}", file=str(path)) from fault
@@ -106,7 +118,7 @@ class _ReadBack(FileSystem):
 
     def rename(self, path: str | os.PathLike[str], new_path: str | os.PathLike[str]) -> None:
         try:
-            StockDirectory(Path(new_path).parent, metadata=Path(path))
+            StockDirectory(Path(new_path).parent, metadata=Path(path)).close()
         except ManifestError as fault:
             raise CheckpointError(
                 f"the checkpoint cannot be read back, so it was not made one: {fault.message}",
@@ -128,16 +140,13 @@ def read_torch_save(path: str | os.PathLike[str], *, check_crc: bool = True) -> 
             raise ManifestError("it is not a torch.save file")
         with Path(path).open("rb") as file:
             if zipfile.is_zipfile(file):
-                check_archive(file, check_crc)
-            file.seek(0)
-            return torch.load(file, map_location="cpu", weights_only=True)
+                return load_archive(file, check_crc)
+            return load_unchecked(file)
     except RelayError as fault:
         fault.message = f"{path} was refused: {fault.message}"
         raise
     except OSError as fault:
         raise CheckpointError(f"could not be read: {fault}", file=str(path)) from fault
-    except pickle.UnpicklingError as fault:
-        raise UnsupportedLeafError(f"{path} was refused: {refusal(fault)}") from fault
     except Exception as fault:
         raise ManifestError(f"{path} is not an intact torch.save file: {fault!r:.300}") from fault
 
@@ -218,6 +227,53 @@ def _nested(values: dict[str, Any], paths: dict[str, tuple[str | int, ...]]) -> 
         return [items.get(n) for n in range(length)]
 
     return {key: filled(item) for key, item in root.items()}
+
+
+def torch_values(value: Any, path: paths.Path = ()) -> Any:
+    """The state with each value in the nearest of those types: arrays are tensors, numpy's scalars
+    Python's, deques lists, namedtuples tuples, paths text, buffers bytes.
+
+    `UnsupportedLeafError` names the path of anything else.
+    """
+    kind = type(value)
+    if isinstance(value, torch.Tensor) or kind in _AS_THEY_ARE:
+        return value
+    if isinstance(value, dict):
+        made = {key: torch_values(item, (*path, key)) for key, item in value.items()}
+        keeps = kind in (collections.OrderedDict, collections.Counter)
+        return kind(made) if keeps else made
+    if kind in (list, tuple, collections.deque) or is_namedtuple(kind):
+        items = [torch_values(item, (*path, place)) for place, item in enumerate(value)]
+        return tuple(items) if isinstance(value, tuple) else items
+    if kind is set and all(type(item) in _AS_THEY_ARE for item in value):
+        return value
+    if kind is np.ndarray:
+        return _tensor(value, path)
+    if isinstance(value, (np.str_, np.bytes_)) or (
+        isinstance(value, _NUMBERS) and not isinstance(value, (np.longdouble, np.clongdouble))
+    ):
+        return value.item()
+    if isinstance(value, PurePath):
+        return str(value)
+    if kind is io.BytesIO:
+        return value.getvalue()
+    raise _refused(f"a leaf of type {kind.__name__}", path)
+
+
+def _tensor(array: np.ndarray[Any, Any], path: paths.Path) -> torch.Tensor:
+    try:
+        native = np.ascontiguousarray(array, array.dtype.newbyteorder("="))
+        return torch.from_numpy(native.reshape(array.shape).copy())
+    except TypeError:
+        raise _refused(f"a numpy array of dtype {array.dtype}", path) from None
+
+
+def _refused(what: str, path: paths.Path) -> UnsupportedLeafError:
+    return UnsupportedLeafError(
+        f"{what} is not written, because torch.load(weights_only=True) would not read it: put "
+        "tensors and plain values in its place",
+        path=show(path),
+    )
 
 
 __all__ = ["read_stock", "read_torch_save", "write_stock", "write_torch_save"]

@@ -1,8 +1,11 @@
-"""Comparison of two states: common and different tensors, and the distance of their values."""
+"""Comparison of two states: common and different tensors, by digests of chunks or by their values.
+No torch.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import prod
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -12,7 +15,7 @@ from torchrelay.inspection.slabs import slabs
 from torchrelay.record.dtypes import itemsize
 
 if TYPE_CHECKING:
-    from torchrelay.inspection.seam import Contents, StateReader
+    from torchrelay.inspection.seam import Contents, StateReader, VolumeFacts
     from torchrelay.plan.stored import StoredTensor
 
 
@@ -110,3 +113,86 @@ def distance(
 def _square_sum(numbers: Array) -> float:
     finite = numbers[np.isfinite(numbers)]
     return float(np.dot(finite, finite))
+
+
+@dataclass(frozen=True)
+class Touched:
+    """A tensor that may have other bytes, and which share of them at most. `certain`: it has some,
+    since a chunk that differs is all its own. Else the difference may be in what it shares a chunk
+    with, or it lies elsewhere than before, so that digests tell nothing."""
+
+    path: str
+    share: float
+    certain: bool
+
+
+def touched(before: Contents, after: Contents) -> list[Touched]:
+    """Tensors of both states that are not certain to have the same bytes."""
+    known = {volume.name: volume for volume in before.volumes}
+    other = [_differing(known.get(volume.name), volume) for volume in after.volumes]
+    places = {tensor.name: _places(before, tensor) for tensor in before.tensors}
+    found = []
+    for tensor in after.tensors:
+        if tensor.name not in places:
+            continue
+        if places[tensor.name] == _places(after, tensor):
+            one = _touched(tensor, other)
+        else:
+            one = Touched(tensor.name, 1.0, False)
+        if one.share:
+            found.append(one)
+    return found
+
+
+def _places(contents: Contents, tensor: StoredTensor) -> list[tuple[str, int, tuple[int, ...]]]:
+    return [(contents.volumes[box.file].name, box.start, box.sizes) for box in tensor.shards]
+
+
+def _touched(tensor: StoredTensor, other: list[_ChunkDiff | None]) -> Touched:
+    total = differing = own = 0
+    for box in tensor.shards:
+        diff = other[box.file]
+        if diff is None:
+            return Touched(tensor.name, 1.0, False)
+        stop = box.start + prod(box.sizes) * itemsize(tensor.dtype)
+        total += stop - box.start
+        differing += diff.within(box.start, stop)
+        own += diff.inside(box.start, stop)
+    return Touched(tensor.name, differing / total if total else 0.0, own > 0)
+
+
+class _ChunkDiff:
+    """Which chunks of a volume differ."""
+
+    def __init__(self, chunk_bytes: int, nbytes: int, differs: Array) -> None:
+        self._size, self._nbytes, self._differs = chunk_bytes, nbytes, differs
+        self._before = np.concatenate(([0], np.cumsum(differs)))  # how many of the first n differ
+
+    def within(self, start: int, stop: int) -> int:
+        """How many bytes of a range lie in chunks that differ."""
+        if start >= stop:
+            return 0
+        first, last = start // self._size, (stop - 1) // self._size
+        count = int(self._before[last + 1] - self._before[first]) * self._size
+        if self._differs[first]:
+            count -= start - first * self._size
+        if self._differs[last]:
+            count -= (last + 1) * self._size - stop
+        return count
+
+    def inside(self, start: int, stop: int) -> int:
+        """How many bytes of a range are whole chunks that differ."""
+        first = -(-start // self._size) * self._size
+        # The last chunk of a volume may be shorter.
+        last = stop if stop == self._nbytes else stop // self._size * self._size
+        return self.within(first, last)
+
+
+def _differing(one: VolumeFacts | None, other: VolumeFacts) -> _ChunkDiff | None:
+    """None where the digests cannot be compared."""
+    if one is None or not one.digests or len(one.digests) != len(other.digests):
+        return None
+    if (one.nbytes, one.chunk_bytes) != (other.nbytes, other.chunk_bytes):
+        return None
+    rows = [np.frombuffer(volume.digests, "V16") for volume in (one, other)]
+    return _ChunkDiff(one.chunk_bytes, one.nbytes, rows[0] != rows[1])

@@ -1,23 +1,108 @@
-"""Any state as one `.safetensors` file, written a slab at a time; and such states as tensors."""
+"""A `.safetensors` file as a state to be looked at, and any state as such a file. No torch.
+
+Its header is read and checked whole first. A file is written a slab at a time.
+"""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from math import prod
 from pathlib import Path
+from typing import BinaryIO
 
-import torch
+import msgspec
 
-from torchrelay.errors import CheckpointError, UsageError
-from torchrelay.inspection.facts import nbytes_of
+from torchrelay.errors import CheckpointError, DamagedError, ManifestError, UsageError
 from torchrelay.inspection.numbers import memory_of
-from torchrelay.inspection.seam import OpenedState
+from torchrelay.inspection.seam import Contents, OpenedState, VolumeFacts
 from torchrelay.inspection.slabs import slabs
-from torchrelay.plan.stored import StoredTensor
+from torchrelay.plan.stored import Shard, StoredTensor
 from torchrelay.progress import Progress, ProgressCallback
-from torchrelay.state.tensors import dtype_named
-from torchrelay.stores.local.files import atomic_file
+from torchrelay.record.dtypes import itemsize
+from torchrelay.stores.local.files import atomic_file, through
+from torchrelay.stores.safetensors import DTYPES, METADATA
 from torchrelay.stores.shares.layout import Entry, arrange
+
+MAX_HEADER_BYTES = 100_000_000  # the library's own limit
+_MAX_DIMS = 64
+_NAMES = {theirs: ours for ours, theirs in DTYPES.items()}
+
+
+class _HeaderEntry(msgspec.Struct):
+    dtype: str
+    shape: tuple[int, ...]
+    data_offsets: tuple[int, int]
+
+
+_header = msgspec.json.Decoder(dict[str, msgspec.Raw])
+_entry = msgspec.json.Decoder(_HeaderEntry)
+
+
+class SafetensorsSource:
+    """Implements `OpenedState` on a file that stays open until `close`."""
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self.name = os.fspath(path)
+        try:
+            self._file: BinaryIO = Path(path).open("rb")  # noqa: SIM115
+        except OSError as fault:
+            raise CheckpointError(f"cannot be opened: {fault.strerror}", file=self.name) from fault
+        try:
+            size = os.fstat(self._file.fileno()).st_size
+            tensors = read_header(self._file, size)
+        except ManifestError as fault:
+            self.close()
+            raise DamagedError(
+                f"no valid .safetensors file: {fault.message}", file=self.name
+            ) from fault
+        except BaseException:
+            self.close()
+            raise
+        self.contents = Contents(None, 1, tensors, (VolumeFacts(Path(path).name, size),))
+
+    def read_into(self, volume: int, start: int, view: memoryview) -> None:
+        if not through(os.preadv, self._file.fileno(), [view], start):
+            raise DamagedError("the file was cut short while it was read", file=self.name)
+
+    def verify(self, progress: ProgressCallback) -> str:
+        return "the format has no digests, so only its header and sizes were checked"
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def read_header(file: BinaryIO, size: int) -> tuple[StoredTensor, ...]:
+    """The tensors that a header tells. `ManifestError` unless they fill the file, without holes."""
+    length = int.from_bytes(file.read(8), "little")
+    if size < 8 or length > min(MAX_HEADER_BYTES, size - 8):
+        raise ManifestError(f"a header of {length} bytes in a file of {size}")
+    try:
+        entries = _header.decode(file.read(length))
+        found = [(name, _entry.decode(raw)) for name, raw in entries.items() if name != METADATA]
+    except (msgspec.MsgspecError, RecursionError, ValueError) as fault:
+        raise ManifestError(f"its header is not what the format says: {fault}") from None
+    at = 0
+    for name, entry in sorted(found, key=lambda item: item[1].data_offsets):
+        if entry.data_offsets != (at, at + _nbytes(name, entry)):
+            raise ManifestError(f"{name[:80]!r} has bytes {entry.data_offsets}, not those at {at}")
+        at = entry.data_offsets[1]
+    if 8 + length + at != size:
+        raise ManifestError(f"{8 + length + at} bytes are described, the file has {size}")
+    tensors = []
+    for name, entry in found:
+        start = 8 + length + entry.data_offsets[0]
+        whole = Shard((0,) * len(entry.shape), entry.shape, 0, start)
+        tensors.append(StoredTensor(name, _NAMES[entry.dtype], entry.shape, (whole,)))
+    return tuple(tensors)
+
+
+def _nbytes(name: str, entry: _HeaderEntry) -> int:
+    if entry.dtype not in _NAMES:
+        raise ManifestError(f"{name[:80]!r} has dtype {entry.dtype[:20]!r}, which is not known")
+    if len(entry.shape) > _MAX_DIMS or any(not 0 <= length < 1 << 62 for length in entry.shape):
+        raise ManifestError(f"{name[:80]!r} has shape {entry.shape[:8]}")
+    return prod(entry.shape) * itemsize(_NAMES[entry.dtype])
 
 
 def write_safetensors(
@@ -47,16 +132,3 @@ def write_safetensors(
     except OSError as fault:
         raise CheckpointError(f"cannot be written: {fault.strerror}", file=str(path)) from fault
     return layout.nbytes
-
-
-def read_tensors(source: OpenedState) -> dict[str, torch.Tensor]:
-    """The tensors of a state by name, whole, on the CPU."""
-    found = {}
-    for tensor in source.contents.tensors:
-        whole = torch.empty(nbytes_of(tensor), dtype=torch.uint8, device="cpu")
-        at = 0
-        for slab in slabs(source, tensor):
-            whole[at : at + slab.size] = torch.from_numpy(slab)
-            at += slab.size
-        found[tensor.name] = whole.view(dtype_named(tensor.dtype)).view(tensor.shape)
-    return found

@@ -55,7 +55,8 @@ class Contents(NamedTuple):
 class StateReader(Protocol):
     """One state, as it was when it was opened. Missing or damaged bytes raise a `RelayError`."""
 
-    contents: Contents
+    @property
+    def contents(self) -> Contents: ...
 
     def read_into(self, volume: int, start: int, view: memoryview) -> None:
         """Fill the view from a byte of a volume on."""

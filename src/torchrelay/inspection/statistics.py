@@ -31,17 +31,6 @@ class Statistics:
     inf: int = 0
 
 
-@dataclass(frozen=True)
-class Histogram:
-    """How many finite elements lie in each of equal ranges from `low` to `high`."""
-
-    low: float
-    high: float
-    counts: list[int]
-    nan: int
-    inf: int
-
-
 def values(source: StateReader, tensor: StoredTensor) -> Iterator[Array] | None:
     """The numbers in a tensor, a slab at a time; None for a dtype that has none."""
     as_numbers = numbers_of(tensor.dtype)
@@ -89,21 +78,15 @@ def _finite(part: Array) -> tuple[Array, int, int]:
 
 
 def histogram(
-    source: StateReader, tensor: StoredTensor, bins: int = BINS, known: Statistics | None = None
-) -> Histogram | None:
-    """The histogram of a tensor; None for a dtype that has no numbers. Where the statistics are not
-    known, the tensor is read twice."""
-    known = known or statistics(source, tensor)
-    again = values(source, tensor)
-    if known is None or again is None:
-        return None
-    if known.min is None or known.max is None:
-        return Histogram(0.0, 0.0, [0] * bins, known.nan, known.inf)
-    low, high = float(known.min), float(known.max)
+    source: StateReader, tensor: StoredTensor, known: Statistics, bins: int = BINS
+) -> list[int]:
+    """How many finite elements of a tensor with these statistics lie in each of equal ranges from
+    the least to the largest."""
     counts = np.zeros(bins, "int64")
+    low, high = known.min or 0.0, known.max or 0.0
     # Halves, because the width of the whole range may be more than a float can hold.
     half = high / 2 - low / 2 or 1.0
-    for part in again:
+    for part in values(source, tensor) or ():
         places = _finite(part)[0].astype("float64")
         places /= 2
         places -= low / 2
@@ -112,4 +95,4 @@ def histogram(
         bars = places.astype("int64")
         np.clip(bars, 0, bins - 1, out=bars)
         counts += np.bincount(bars, minlength=bins)
-    return Histogram(low, high, counts.tolist(), known.nan, known.inf)
+    return [int(count) for count in counts]

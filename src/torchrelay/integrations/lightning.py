@@ -10,7 +10,6 @@ is exchanged, when the step is committed.
 from __future__ import annotations
 
 import os
-import re
 import threading
 import time
 from collections import OrderedDict, defaultdict
@@ -26,7 +25,9 @@ from torchrelay.deadlines import Deadline
 from torchrelay.errors import StepNotFoundError, UsageError
 from torchrelay.integrations.extras import not_installed
 from torchrelay.integrations.random_state import RandomState
+from torchrelay.landing.packed import pack, unpack
 from torchrelay.pending import Pending
+from torchrelay.stores.locate import split_step
 
 try:
     from lightning.fabric.plugins import CheckpointIO
@@ -224,7 +225,7 @@ class RandomNumbers(Callback):  # type: ignore[misc, unused-ignore]
         self._held, self._loaded = None, False
 
     def state_dict(self) -> Checkpoint:
-        mine = _packed(RandomState().state_dict())
+        mine = pack(RandomState().state_dict())
         ranks = Coordinator.of(None, "RandomNumbers")
         answer = ranks.call("gather").round(
             "gather",
@@ -232,7 +233,7 @@ class RandomNumbers(Callback):  # type: ignore[misc, unused-ignore]
             lambda said: [msgspec.msgpack.encode(said)] * len(said),
             Deadline(600),
         )
-        return {"ranks": [_unpacked(one) for one in msgspec.msgpack.decode(answer)]}
+        return {"ranks": [unpack(one) for one in msgspec.msgpack.decode(answer)]}
 
     def load_state_dict(self, state: Checkpoint) -> None:
         states = state["ranks"]
@@ -266,28 +267,6 @@ class SaveStalls(Callback):  # type: ignore[misc, unused-ignore]
                 logger.log_metrics({"save_stall_seconds": stall}, step=step)
 
 
-def _packed(state: Any) -> bytes:
-    """Random numbers as bytes: their tensors are of bytes or of 64-bit numbers."""
-
-    def encoded(value: Any) -> Any:
-        if isinstance(value, torch.Tensor):
-            return {"dtype": str(value.dtype).removeprefix("torch."), "data": value.numpy().data}
-        raise TypeError(type(value).__name__)
-
-    return msgspec.msgpack.encode(state, enc_hook=encoded)
-
-
-def _unpacked(data: bytes) -> Any:
-    def decoded(value: Any) -> Any:
-        if isinstance(value, dict) and "dtype" in value:
-            return torch.frombuffer(bytearray(value["data"]), dtype=getattr(torch, value["dtype"]))
-        if isinstance(value, dict):
-            return {key: decoded(one) for key, one in value.items()}
-        return [decoded(one) for one in value] if isinstance(value, list) else value
-
-    return decoded(msgspec.msgpack.decode(data))
-
-
 def plain(value: Any) -> Any:
     """A checkpoint in plain containers: Lightning has dicts of its own for hyperparameters."""
     if isinstance(value, (OrderedDict, defaultdict)):
@@ -298,8 +277,7 @@ def plain(value: Any) -> Any:
 
 
 def _step_at(target: Path) -> int | None:
-    found = re.fullmatch(r"step-(\d+)", target.name)
-    return int(found[1]) if found is not None and target.is_dir() else None
+    return split_step(target)[1] if target.is_dir() else None
 
 
 def _local(path: Where) -> Path:

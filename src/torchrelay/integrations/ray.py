@@ -17,6 +17,7 @@ from torchrelay.errors import CheckpointError, DamagedError, StepNotFoundError, 
 from torchrelay.integrations.extras import not_installed
 from torchrelay.integrations.resume import newest_step
 from torchrelay.pending import Pending
+from torchrelay.stores.locate import split_step
 
 try:
     import ray.train
@@ -71,8 +72,9 @@ class RelayReports:
                 )
             return None
         step = self.checkpointer.load(state, include=tuple(state)).step
-        steps, reported = self.checkpointer.steps(), -1 if known is None else _step_at(known.path)
-        for one in [one for one in steps if step is not None and reported < one <= step]:
+        reported = None if known is None else split_step(known.path)[1]
+        steps, last = self.checkpointer.steps(), -1 if reported is None else reported
+        for one in [one for one in steps if step is not None and last < one <= step]:
             try:
                 metrics = self.checkpointer.load(step=one, key=_METRICS).state
             except DamagedError as fault:
@@ -128,9 +130,3 @@ class RelayReports:
             "checkpoint_upload_fn": uploaded,
             "delete_local_checkpoint_after_upload": False,  # it is the step itself
         }
-
-
-def _step_at(path: str) -> int:
-    """The step at the end of a path; -1 for a checkpoint of another kind."""
-    _, _, number = path.rpartition("/step-")
-    return int(number) if number.isdigit() else -1

@@ -138,28 +138,22 @@ class SGLangServer:
 
     def _post(self, path: str, body: dict[str, Any], step: int) -> dict[str, Any]:
         """The server's answer; an error for any other than success and a refusal to load."""
+        where = f"{self._host.url}{path}"
+        at: dict[str, Any] = {"step": step, "phase": path.strip("/")}
         try:
             reply = self._host.post(path, msgspec.json.encode(body), seconds=self._timeout)
         except TimeoutError as fault:
             raise TransferTimeoutError(
-                f"{self._host.url}{path} did not answer in {self._timeout:g} s: the server may "
-                "still be at it. See its log, or give a longer timeout",
-                step=step,
-                phase=path.strip("/"),
+                f"{where} did not answer in {self._timeout:g} s: the server may still be at it. "
+                "See its log, or give a longer timeout",
+                **at,
             ) from fault
         except OSError as fault:
-            raise EndpointError(
-                f"cannot reach {self._host.url}{path}: {fault}", step=step, phase=path.strip("/")
-            ) from fault
+            raise EndpointError(f"cannot reach {where}: {fault}", **at) from fault
         found: Any = None
         with suppress(msgspec.DecodeError):
             found = msgspec.json.decode(reply.body)
-        found = found if isinstance(found, dict) else {}
-        if reply.status != 200 and "success" not in found:
-            raise EndpointError(
-                f"{self._host.url}{path} answers {reply.status}: {reply.text}",
-                step=step,
-                phase=path.strip("/"),
-            )
-        answer: dict[str, Any] = found
+        answer: dict[str, Any] = found if isinstance(found, dict) else {}
+        if reply.status != 200 and "success" not in answer:
+            raise EndpointError(f"{where} answers {reply.status}: {reply.text}", **at)
         return answer

@@ -23,6 +23,7 @@ from torchrelay.integrations.extras import not_installed
 from torchrelay.integrations.random_state import RandomState, set_at_first_forward
 from torchrelay.integrations.resume import newest_step
 from torchrelay.pending import Pending
+from torchrelay.stores.locate import split_step
 
 try:
     from torchtitan.components.checkpointer import (
@@ -174,13 +175,13 @@ class RelayCheckpointManager(BaseCheckpointManager):  # type: ignore[misc, unuse
         elif filesystem.isfile(filesystem.join(path, ".metadata")):
             self._load_dcp(path)
         else:
-            root, _, step = path.rstrip("/").rpartition("/step-")
-            if not step.isdigit():
+            root, step = split_step(path)
+            if step is None:
                 raise UsageError(
                     f"initial_load_path is {path}: name a step, as in /runs/a/checkpoint/step-100"
                 )
             with Checkpointer(root, timeout=config.timeout, read_only=True) as other:
-                self._load_step(other, int(step), config.initial_load_model_only)
+                self._load_step(other, step, config.initial_load_model_only)
         return True
 
     def _load_step(self, source: Checkpointer, step: int | None, model_only: bool) -> None:

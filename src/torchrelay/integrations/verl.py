@@ -17,7 +17,7 @@ import torch
 from torchrelay.deadlines import Timeout, seconds_of
 from torchrelay.errors import MismatchError, UsageError
 from torchrelay.integrations.extras import not_installed
-from torchrelay.integrations.weight_offers import WeightOffer, WeightOffers, read_offer
+from torchrelay.integrations.weights import WeightOffer, WeightOffers, read_offer
 
 try:
     from ray.util import get_node_ip_address

@@ -16,7 +16,6 @@ import numpy as np
 from torchrelay.deadlines import Deadline
 from torchrelay.errors import DigestError, RemoteProtocolError
 from torchrelay.memory.crew import Crew
-from torchrelay.parts.encoding import WHOLE, decode
 from torchrelay.parts.runs import (
     MAX_RUNS,
     MAX_VOLUMES,
@@ -26,7 +25,7 @@ from torchrelay.parts.runs import (
     PartsRequest,
     VolumeParts,
 )
-from torchrelay.parts.stream import HEAD_BYTES, MAGIC, ChunkHead
+from torchrelay.parts.stream import HEAD_BYTES, MAGIC, WHOLE, ChunkHead, decode
 from torchrelay.sources.connection import Answered, HostConnection
 from torchrelay.sources.remote_step import (
     SUPPLY_FAULTS,

@@ -6,7 +6,7 @@ import threading
 import time
 from collections.abc import Iterable
 from contextlib import closing
-from typing import Any, NamedTuple
+from typing import Any
 
 import msgspec
 
@@ -44,13 +44,6 @@ class _Newest(msgspec.Struct, array_like=True):
     held: bool
 
 
-class _Held(NamedTuple):
-    """The step that `into` has, and `into` itself."""
-
-    identity: StepIdentity
-    state: Any
-
-
 _newest = msgspec.msgpack.Decoder(_Newest)
 _identity = msgspec.msgpack.Decoder(StepIdentity)
 _encode = msgspec.msgpack.encode
@@ -79,7 +72,8 @@ class Subscription:
         self._request, self._timeout = request, timeout
         self._mirror = Mirror()
         self._on_gpu = DeviceUpdates(request.into)
-        self._held: _Held | None = None
+        self._held: StepIdentity | None = None  # the step that `into` has
+        self._state: Any = None  # `into`, as loads return it
         self._owner = Owner("Subscription")
         self._calls = threading.Lock()
         self._closed = False
@@ -94,7 +88,7 @@ class Subscription:
     @property
     def step(self) -> int | None:
         """The step that `into` has; None before the first update, and after one that failed."""
-        return None if self._held is None else self._held.identity.step
+        return None if self._held is None else self._held.step
 
     def update(self, at_least: int | None = None, timeout: Timeout | None = None) -> Loaded:
         """Bring `into` to the newest step, which is at least `at_least`; waits for such a one.
@@ -147,18 +141,18 @@ class Subscription:
         found = self._look(call, newest, deadline)
         held, self._held = self._held, None  # until it is known what `into` has
         if found.held and held is not None:
-            self._mirror.rename(held.identity.snapshot, found.found.snapshot)
-            self._held = held._replace(identity=found.found)
-            return Loaded(held.state, found.found.step, Report(found.found.step, 0))
-        if held is not None and (copied := self._copied(newest, held)) is not None:
+            self._mirror.rename(held.snapshot, found.found.snapshot)
+            self._held = found.found
+            return Loaded(self._state, found.found.step, Report(found.found.step, 0))
+        if held is not None and (copied := self._copied(newest)) is not None:
             return copied
         loaded = Loader(newest, self._ranks, in_memory=True).load(call, self._request, deadline)
         if isinstance(newest.opened, DeviceLentStep):
             self._on_gpu.learn(newest.opened)
-        self._held = _Held(newest.taken, loaded.state)
+        self._held, self._state = newest.taken, loaded.state
         return newest.reported(loaded)
 
-    def _copied(self, newest: NewestStep, held: _Held) -> Loaded | None:
+    def _copied(self, newest: NewestStep) -> Loaded | None:
         """The result of an update by the copies of the one before, on the GPU; None where it has to
         be planned. Ranks of a group land together, so each of their updates is."""
         lent = None if newest.device is None else newest.device.lent
@@ -170,13 +164,13 @@ class Subscription:
         with closing(lent), watch("land"):
             nbytes = self._on_gpu.copy(lent)
         step = lent.lease.step
-        self._held = _Held(StepIdentity.of(lent.lease), held.state)
+        self._held = StepIdentity.of(lent.lease)
         peers: dict[Peer, Outcome] = {newest.name: Outcome(route=CUDA_IPC, bytes=nbytes)}
-        return Loaded(held.state, step, Report(step, nbytes, dict(watch.seconds), peers))
+        return Loaded(self._state, step, Report(step, nbytes, dict(watch.seconds), peers))
 
     def _look(self, call: Call, newest: NewestStep, deadline: Deadline) -> _Newest:
         """The newest step, and whether every rank has it."""
-        mine = StepIdentity(-1) if self._held is None else self._held.identity
+        mine = self._held or StepIdentity(-1)
 
         def decide(said: list[bytes]) -> list[bytes]:
             (step,) = newest.steps(deadline)
@@ -198,7 +192,7 @@ class Subscription:
     def close(self) -> None:
         """Free the memory of the subscription. `into` stays as it is."""
         self._closed = True
-        self._mirror, self._held = Mirror(), None
+        self._mirror, self._held, self._state = Mirror(), None, None
         if self._connected is not None:
             self._connected.end()
         self._on_gpu.close()

@@ -20,15 +20,7 @@ from torchrelay.cli.output import (
     size,
     wrong,
 )
-from torchrelay.cli.sources import (
-    SOURCE,
-    STEP,
-    check_state,
-    instead,
-    is_place,
-    is_url,
-    opened_source,
-)
+from torchrelay.cli.sources import SOURCE, STEP, instead, is_url, opened_source, state_kind
 from torchrelay.errors import CheckpointError, DigestError, ManifestError, UsageError
 from torchrelay.progress import Progress
 
@@ -124,8 +116,7 @@ def verify(
 def _steps(source: str) -> list[int]:
     from torchrelay.stores.locate import open_store
 
-    if is_url(source) or not is_place(source):
-        check_state(source)
+    if is_url(source) or state_kind(source) not in ("torchrelay", "dcp"):
         raise UsageError(
             f"--all is for a directory with steps, and {source} is one state: leave it out"
         )

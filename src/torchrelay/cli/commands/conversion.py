@@ -15,7 +15,8 @@ import torchrelay as tr
 from torchrelay.cli.commands.contents import INCLUDE, check_matched
 from torchrelay.cli.commands.steps import PLACE, opened
 from torchrelay.cli.output import count, fail, plain, progress_bar, size
-from torchrelay.cli.sources import STEP, at_newest, instead, is_torch_save_file, opened_source
+from torchrelay.cli.sources import STEP, at_newest, instead, is_url, opened_source
+from torchrelay.inspection.file_kinds import kind_of
 
 if TYPE_CHECKING:
     from torchrelay.inspection.seam import OpenedState
@@ -70,7 +71,7 @@ def convert(
 @contextmanager
 def _opened(source: str, step: int | None, beside: Path) -> Iterator[OpenedState]:
     """A source, or a torch.save file. The latter is read whole, so it becomes a step first."""
-    if not is_torch_save_file(source):
+    if is_url(source) or kind_of(source) != "torch":
         with opened_source(source, step) as state:
             yield state
         return

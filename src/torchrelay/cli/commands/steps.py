@@ -20,8 +20,9 @@ from torchrelay.cli.output import (
     size,
     wrong,
 )
-from torchrelay.cli.sources import instead, is_file, is_url
+from torchrelay.cli.sources import instead, is_url
 from torchrelay.errors import RelayError, UsageError
+from torchrelay.inspection.file_kinds import kind_of
 
 if TYPE_CHECKING:
     from torchrelay.stores.seam import Store
@@ -49,7 +50,7 @@ def opened(place: str) -> tr.Checkpointer:
 def _check_place(place: str) -> None:
     if is_url(place):
         raise UsageError(f"{place} is an endpoint: inspect it, watch it or pull from it")
-    if is_file(place):
+    if kind_of(place) in ("torch", "safetensors"):
         raise UsageError(
             f"{place} is a file, and steps are kept in a directory: see torchrelay inspect {place}"
         )

@@ -14,8 +14,9 @@ from torchrelay.cli.access import CERTFILE, KEYFILE, endpoints, given
 from torchrelay.cli.commands.contents import INCLUDE
 from torchrelay.cli.commands.conversion import write_file
 from torchrelay.cli.output import JSON, end_when_told, plain, print_json, progress_bar, size
-from torchrelay.cli.sources import SECONDS, SOURCE, STEP, at_newest, is_place, is_url
+from torchrelay.cli.sources import SECONDS, SOURCE, STEP, at_newest, is_url
 from torchrelay.errors import UsageError
+from torchrelay.inspection.file_kinds import kind_of
 
 if TYPE_CHECKING:
     from torchrelay.endpoint.front import Endpoint
@@ -43,7 +44,8 @@ def serve(
     Other addresses than loopback need a token: --token-file, or TORCHRELAY_TOKEN. The state is
     read into memory.
     """
-    if follow and (step is not None or not is_place(source)):
+    place = not is_url(source) and kind_of(source) == "torchrelay"
+    if follow and (step is not None or not place):
         raise UsageError("--follow is for a place with steps, without --step")
     end_when_told()
     found, number = _loaded(source, step)

@@ -8,16 +8,18 @@ input, however much of it is shared.
 from __future__ import annotations
 
 import collections
+import io
 import itertools
 import math
 import sys
+from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import torch
 from torch.utils._pytree import tree_flatten_with_path
 
-from torchrelay.dropin._pickles import distributed, plain_values
-from torchrelay.dropin._pickles.plain_values import plain
+from torchrelay.dropin._pickles import distributed
 from torchrelay.dropin._pickles.unpickler import (
     DTYPES,
     MAX_DEPTH,
@@ -28,8 +30,10 @@ from torchrelay.dropin._pickles.unpickler import (
     WorkLimit,
     count,
     counts,
+    device,
     dtype,
     fields,
+    made,
     refuse,
     size,
     typed,
@@ -60,21 +64,9 @@ _FACTORIES: dict[str, type] = {
     **_CONTAINERS,
     **{f"builtins.{t.__name__}": t for t in (bool, int, float, complex, str, bytes, set)},
 }
-
-# Every name a pickle may hold, but for namedtuples.
-_NAMES = frozenset(
-    [
-        *(_RECORDS + n for n in ("_StateDictMeta", "_TensorMeta")),
-        *(_RECORDS + n for n in ("_DTensorMeta", "_ShardedTensorMeta")),
-        *(_PYTREE + n for n in ("TreeSpec", "LeafSpec")),
-        *(_PYTREE + n for n in ("MappingKey", "SequenceKey", "GetAttrKey")),
-        "collections.namedtuple",
-        *plain_values.NAMES,
-        *distributed.NAMES,
-        *DTYPES,
-        *_FACTORIES,
-    ]
-)
+_AS_THEY_ARE = (type(None), bool, int, float, str, bytes, bytearray)
+_NUMPY = ("numpy._core.multiarray.", "numpy.core.multiarray.")  # since numpy 2, and before
+_NUMBERS = "?biufc"  # kinds of dtypes of numpy
 
 
 def loads(data: bytes, limit: int = 1 << 30) -> _StateDictMeta:
@@ -161,7 +153,7 @@ class _Builder:
                 f["sharded_tensor_metadata"],
                 self.work,
             )
-        return plain(value)
+        return _plain(value)
 
     def tree(self, value: Any, depth: int = 0) -> Any:
         """The containers that a `TreeSpec` tells, with the number of each leaf in its place."""
@@ -213,7 +205,7 @@ class _Builder:
             refuse("a key of a dict is too large")
         if type(value) is tuple:
             return tuple([self.key(item, depth + 1) for item in value])
-        return plain(value)
+        return _plain(value)
 
 
 def _is_even(key: object) -> bool:
@@ -234,3 +226,93 @@ def _tensor(value: object) -> _TensorMeta:
     if 0 not in shape and reach * kind.itemsize > nbytes * _PER_BYTE.get(kind, 1):
         refuse(f"a tensor reaches past its {nbytes} bytes")
     return _TensorMeta(shape, kind, offset, stride, nbytes)
+
+
+# Leaves other than tensors.
+
+
+def _plain(value: Any) -> object:
+    if type(value) in _AS_THEY_ARE:
+        return value
+    if type(value) is Global and value.name in DTYPES:
+        return DTYPES[value.name]
+    if type(value) is PickledCall and value.name in _MAKERS:
+        return _MAKERS[value.name](value)
+    refuse("a leaf is neither a tensor nor a plain value")
+
+
+def _complex(value: PickledCall) -> complex:
+    real, imag = made(value, value.name)
+    return complex(typed(real, float), typed(imag, float))
+
+
+def _bytearray(value: PickledCall) -> bytearray:
+    args = made(value, value.name)
+    return bytearray(typed(args[0], bytes)) if args else bytearray()
+
+
+def _buffer(value: PickledCall) -> io.BytesIO:
+    data, position, _ = typed(value.state, tuple)
+    buffer = io.BytesIO(typed(data, bytes))
+    buffer.seek(count(position))
+    return buffer
+
+
+def _array(value: PickledCall) -> np.ndarray[Any, Any]:
+    """An array of numbers, in memory of its own."""
+    _, shape, described, fortran, data = typed(value.state, tuple)
+    sizes, kind = counts(shape, MAX_DIMS), _dtype(described)
+    if len(typed(data, bytes)) != math.prod(sizes) * kind.itemsize:
+        refuse("an array has another size than its bytes")
+    found: np.ndarray[Any, Any] = np.ndarray(
+        sizes, kind, bytearray(data), order="F" if fortran else "C"
+    )
+    return found
+
+
+def _scalar(value: PickledCall) -> Any:
+    described, data = made(value, value.name)
+    kind = _dtype(described)
+    if len(typed(data, bytes)) != kind.itemsize:
+        refuse("a scalar has another size than its bytes")
+    return np.frombuffer(data, kind)[0]
+
+
+def _dtype(value: object) -> np.dtype[Any]:
+    if type(value) is not PickledCall or value.name != "numpy.dtype":
+        refuse("a dtype of numpy was expected")
+    text, order = typed(value.args[0], str), typed(value.state, tuple)[1]
+    if len(text) > 3 or order not in ("<", ">", "|", "="):
+        refuse("a dtype of numpy is malformed")
+    found: np.dtype[Any] = np.dtype(text).newbyteorder("=" if order == "|" else order)
+    if found.kind not in _NUMBERS:
+        refuse(f"an array of dtype {found} in torch's protocol")
+    return found
+
+
+_MAKERS: dict[str, Callable[[PickledCall], object]] = {
+    **{module + "_reconstruct": _array for module in _NUMPY},
+    **{module + "scalar": _scalar for module in _NUMPY},
+    "_io.BytesIO": _buffer,
+    "builtins.bytearray": _bytearray,
+    "builtins.complex": _complex,
+    "torch.Size": size,
+    "torch.device": device,
+}
+
+# Every name a pickle may hold, but for namedtuples.
+_NAMES = frozenset(
+    [
+        *(_RECORDS + n for n in ("_StateDictMeta", "_TensorMeta")),
+        *(_RECORDS + n for n in ("_DTensorMeta", "_ShardedTensorMeta")),
+        *(_PYTREE + n for n in ("TreeSpec", "LeafSpec")),
+        *(_PYTREE + n for n in ("MappingKey", "SequenceKey", "GetAttrKey")),
+        "collections.namedtuple",
+        *_MAKERS,
+        "numpy.dtype",
+        "numpy.ndarray",
+        *distributed.NAMES,
+        *DTYPES,
+        *_FACTORIES,
+    ]
+)

@@ -16,8 +16,7 @@ from torchrelay.endpoint.page import PAGE, watch_page
 from torchrelay.endpoint.server.http.connections import FRESH, Response
 from torchrelay.endpoint.server.http.requests import Refusal, Request
 from torchrelay.errors import RelayError
-from torchrelay.inspection.chunk_changes import touched
-from torchrelay.inspection.comparison import compare, distance
+from torchrelay.inspection.comparison import compare, distance, touched
 from torchrelay.inspection.facts import nbytes_of
 from torchrelay.inspection.seam import Contents, StateReader
 from torchrelay.inspection.statistics import histogram, statistics
@@ -70,9 +69,10 @@ def values(source: StateReader, name: str) -> dict[str, Any]:
         "counts": None,
     }
     numbers = statistics(source, tensor)
-    bars = histogram(source, tensor, known=numbers)
-    if numbers is not None and bars is not None:
-        facts |= {**asdict(numbers), "low": bars.low, "high": bars.high, "counts": bars.counts}
+    if numbers is not None:
+        low, high = float(numbers.min or 0.0), float(numbers.max or 0.0)
+        counts = histogram(source, tensor, numbers)
+        facts |= {**asdict(numbers), "low": low, "high": high, "counts": counts}
     return facts  # numbers that are not finite are null in JSON
 
 

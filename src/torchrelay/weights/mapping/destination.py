@@ -22,8 +22,7 @@ from torchrelay.state.objects import InPlaceObject, OfferedTensor, flatten_objec
 from torchrelay.state.paths import dotted
 from torchrelay.state.tree import slots
 from torchrelay.weights.mapping.layout import ParameterLayout, RankOf, layout_of
-from torchrelay.weights.mapping.names import matched
-from torchrelay.weights.mapping.rules import ParameterRule, WeightMapping
+from torchrelay.weights.mapping.rules import ParameterRule, WeightMapping, matched
 
 Shards = RankOf | Mapping[str, RankOf]
 
@@ -194,7 +193,7 @@ class MappedDestination(InPlaceObject):
             if not 0 <= one[0] < one[1]:
                 raise UsageError(f"shard is a rank and the number of ranks, not {one!r}")
         self._mapped = _MappedTensors()
-        self._versions: dict[tuple[str, int], int] = {}
+        self._offered: dict[str, _MappedSource] = {}  # that the next landing writes
 
     def state_dict(self) -> dict[str, torch.Tensor]:
         """The tensors to be written, by the publisher's names."""
@@ -202,9 +201,7 @@ class MappedDestination(InPlaceObject):
         self._mapped = found = _MappedTensors()
         for path, leaf in slots(flat.tree):
             found.add(dotted(path), flat.leaves[leaf], self.mapping, self._shard_of)
-        tensors = found.tensors()
-        self._versions = _versions(found, tensors)
-        return tensors
+        return found.tensors()
 
     def check(
         self,
@@ -216,9 +213,9 @@ class MappedDestination(InPlaceObject):
         sources, ignores = self._mapped.sources, self.mapping.ignores
         problems = list(self._mapped.problems)
         taken = sources.keys() | self._mapped.unplaced
-        for name, source in sources.items():
-            if name in offered and wanted(name):
-                problems += _differences(name, source, offered[name])
+        self._offered = {n: one for n, one in sources.items() if n in offered and wanted(n)}
+        for name, source in self._offered.items():
+            problems += _differences(name, source, offered[name])
         if strict:
             lone = self._mapped.unmatched
             problems += [f"{name}: no rule is about this parameter" for name in lone]
@@ -245,16 +242,14 @@ class MappedDestination(InPlaceObject):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Called by the landing, when the tensors of `state` have been written."""
-        mapped, before = self._mapped, self._versions
-        now = _versions(mapped, state)
+        mapped = self._mapped
         with torch.no_grad():
             for name, part, box, memory in mapped.copies:
-                if now[name, part] != before[name, part]:
-                    memory.copy_(cut(_memory_in(state[name])[part], *box))
+                if name in self._offered:
+                    memory.copy_(cut(local_parts(state[name])[part].tensor, *box))
             for rest in mapped.padding:
                 rest.zero_()
         t.note_written(mapped.distributed)
-        self._versions = _versions(mapped, state)
 
     def _shard_of(self, parameter: str) -> RankOf:
         for pattern, shard in self._shards.items():
@@ -263,19 +258,8 @@ class MappedDestination(InPlaceObject):
         return 0, 1
 
 
-def _versions(mapped: _MappedTensors, state: Mapping[str, Any]) -> dict[tuple[str, int], int]:
-    """How often memory that is copied from has been written: some of it may not be offered."""
-    keys = {(name, part): _memory_in(state[name])[part] for name, part, _, _ in mapped.copies}
-    return dict(zip(keys, t.versions_of(keys.values()), strict=True))
-
-
-def _memory_in(tensor: torch.Tensor) -> list[torch.Tensor]:
-    """The memory of a name of the destination, part by part."""
-    return [part.tensor for part in local_parts(tensor)]
-
-
 def _staging(source: _MappedSource, box: Box, device: torch.device) -> torch.Tensor:
-    with torch.inference_mode(False):  # its writes have to be counted
+    with torch.inference_mode(False):  # it may be written outside of that mode, too
         return torch.empty(box[1], dtype=t.dtype_named(source.dtype), device=device)
 
 

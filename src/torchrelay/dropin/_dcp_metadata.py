@@ -9,8 +9,6 @@ import itertools
 import math
 from typing import Any, NamedTuple
 
-import torch
-
 from torchrelay.dropin._pickles.unpickler import (
     DTYPES,
     MAX_DEPTH,
@@ -28,6 +26,8 @@ from torchrelay.dropin._pickles.unpickler import (
 )
 from torchrelay.errors import ManifestError, RelayError, UnsupportedLeafError
 from torchrelay.geometry.boxes import Comparisons
+from torchrelay.plan.stored import Shard, StoredTensor
+from torchrelay.state.tensors import NAMES
 
 _DCP = "torch.distributed.checkpoint.metadata."
 _STORAGE_INFO = "torch.distributed.checkpoint.filesystem._StorageInfo"
@@ -60,27 +60,13 @@ class StockPiece(NamedTuple):
     length: int
 
 
-class Chunk(NamedTuple):
-    """A box of a tensor, and where its values are."""
-
-    offsets: tuple[int, ...]
-    sizes: tuple[int, ...]
-    piece: StockPiece
-
-
-class StockTensor(NamedTuple):
-    """A tensor whose chunks tile it: no hole, no overlap."""
-
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-    chunks: tuple[Chunk, ...]
-
-
 class StockMetadata(NamedTuple):
-    """Tensors and the pieces that hold other objects, by name; and the path of each in the nested
-    state, where the checkpoint has it."""
+    """Tensors and the pieces that hold other objects, by name; the pieces that hold boxes of
+    tensors, which their shards count; and the path of each item in the nested state, where the
+    checkpoint has it. The boxes of a tensor tile it: no hole, no overlap."""
 
-    items: dict[str, StockTensor | StockPiece]
+    items: dict[str, StoredTensor | StockPiece]
+    pieces: list[StockPiece]
     paths: dict[str, tuple[str | int, ...]]
 
 
@@ -102,8 +88,9 @@ def decode(data: bytes) -> StockMetadata:
 
 def _metadata(value: object, length: int) -> StockMetadata:
     f = fields(value, _DCP + "Metadata")
-    pieces = _pieces(typed(f.get("storage_data"), PickledDict))
-    items: dict[str, StockTensor | StockPiece] = {}
+    stored = _stored(typed(f.get("storage_data"), PickledDict))
+    items: dict[str, StoredTensor | StockPiece] = {}
+    pieces: list[StockPiece] = []
     # A list that a short pickle shares among its records could make for endless work; a chunk of
     # its own takes more bytes than this.
     room = length // 16
@@ -111,23 +98,23 @@ def _metadata(value: object, length: int) -> StockMetadata:
     for fqn, record in typed(f["state_dict_metadata"], PickledDict).items():
         name = typed(fqn, str)
         if type(record) is PickledCall and record.name == _DCP + "BytesStorageMetadata":
-            items[name] = _found(pieces, name, None)
+            items[name] = _found(stored, name, None)
         else:
             g = fields(record, _DCP + "TensorStorageMetadata")
             room -= len(typed(g["chunks"], list))
             if room < 0:
                 refuse("it has more chunks than its bytes can tell")
-            items[name] = _tensor(name, g, pieces, comparisons)
-    return StockMetadata(items, _paths(f.get("planner_data"), length))
+            items[name] = _tensor(name, g, stored, pieces, comparisons)
+    return StockMetadata(items, pieces, _paths(f.get("planner_data"), length))
 
 
 # By name, and by offset as text, which has a secret hash.
-_Pieces = dict[tuple[str, str], StockPiece]
+_Stored = dict[tuple[str, str], StockPiece]
 
 
-def _pieces(stored: dict[Any, Any]) -> _Pieces:
-    found: _Pieces = {}
-    for key, value in stored.items():
+def _stored(data: dict[Any, Any]) -> _Stored:
+    found: _Stored = {}
+    for key, value in data.items():
         f = fields(key, _DCP + "MetadataIndex")
         fqn, offset = typed(f["fqn"], str), f.get("offset")
         index = (fqn, str(None if offset is None else tuple(size(offset))))
@@ -152,15 +139,21 @@ def _pieces(stored: dict[Any, Any]) -> _Pieces:
     return found
 
 
-def _found(pieces: _Pieces, fqn: str, offset: tuple[int, ...] | None) -> StockPiece:
-    piece = pieces.get((fqn, str(offset)))
+def _found(stored: _Stored, fqn: str, offset: tuple[int, ...] | None) -> StockPiece:
+    piece = stored.get((fqn, str(offset)))
     if piece is None:
         where = "" if offset is None else f" at {offset!r:.200}"
         refuse(f"nothing is stored for {fqn!r:.200}{where}")
     return piece
 
 
-def _tensor(fqn: str, f: dict[str, Any], pieces: _Pieces, comparisons: Comparisons) -> StockTensor:
+def _tensor(
+    fqn: str,
+    f: dict[str, Any],
+    stored: _Stored,
+    pieces: list[StockPiece],
+    comparisons: Comparisons,
+) -> StoredTensor:
     # The memory format and the rest are torch's deprecated fields, which its reader ignores too.
     kind, layout = properties(f["properties"], *_PROPERTIES)
     if layout != "torch.strided":
@@ -168,7 +161,7 @@ def _tensor(fqn: str, f: dict[str, Any], pieces: _Pieces, comparisons: Compariso
     shape = tuple(size(f["size"]))
     if math.prod(shape) * kind.itemsize >= MAX_NUMBER:
         refuse(f"{fqn!r:.200} has a malformed shape")
-    chunks = []
+    shards = []
     for box in f["chunks"]:
         g = fields(box, _DCP + "ChunkStorageMetadata")
         offsets, sizes = tuple(size(g["offsets"])), tuple(size(g["sizes"]))
@@ -176,18 +169,19 @@ def _tensor(fqn: str, f: dict[str, Any], pieces: _Pieces, comparisons: Compariso
             refuse(f"a chunk of {fqn!r:.200} has another number of dimensions")
         if any(o + n > whole for o, n, whole in zip(offsets, sizes, shape, strict=True)):
             refuse(f"a chunk of {fqn!r:.200} reaches past it")
-        piece = _found(pieces, fqn, offsets)
+        piece = _found(stored, fqn, offsets)
         if math.prod(sizes) * kind.itemsize > piece.length:
             refuse(f"a chunk of {fqn!r:.200} is larger than the {piece.length} bytes it is in")
-        chunks.append(Chunk(offsets, sizes, piece))
+        shards.append(Shard(offsets, sizes, len(pieces), 0))
+        pieces.append(piece)
     # Boxes inside a tensor tile it when none overlap and their volumes add up to its own.
-    boxes = [(c.offsets, c.sizes) for c in chunks if 0 not in c.sizes]
+    boxes = [(one.offsets, one.sizes) for one in shards if 0 not in one.sizes]
     if comparisons.overlap(boxes):
         refuse(f"two chunks of {fqn!r:.200} overlap")
     held, whole = sum(math.prod(sizes) for _, sizes in boxes), math.prod(shape)
     if held != whole:
         refuse(f"the chunks of {fqn!r:.200} hold {held} of its {whole} values")
-    return StockTensor(kind, shape, tuple(chunks))
+    return StoredTensor(fqn, NAMES[kind], shape, shards)
 
 
 def _paths(value: object, room: int) -> dict[str, tuple[str | int, ...]]:

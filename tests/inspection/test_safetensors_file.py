@@ -10,9 +10,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tests.support.held_source import HeldSource
+from torchrelay.dropin.convert import loaded
 from torchrelay.errors import CheckpointError, DamagedError, UsageError
-from torchrelay.inspection.safetensors_file import read_tensors, write_safetensors
-from torchrelay.inspection.safetensors_source import SafetensorsSource
+from torchrelay.inspection.safetensors_file import SafetensorsSource, write_safetensors
 from torchrelay.progress import Progress
 
 TENSORS = {
@@ -25,9 +25,7 @@ TENSORS = {
 
 def test_the_librarys_file_is_read(tmp_path: Path) -> None:
     save_file(TENSORS, tmp_path / "m.safetensors", metadata={"format": "pt"})
-    source = SafetensorsSource(tmp_path / "m.safetensors")
-    found = read_tensors(source)
-    source.close()
+    found, _ = loaded(tmp_path / "m.safetensors", None)
     assert found.keys() == TENSORS.keys()
     for name, tensor in TENSORS.items():
         assert found[name].dtype == tensor.dtype and torch.equal(found[name], tensor)

@@ -1,1 +1,0 @@
-"""Directories that stock DCP has written."""
