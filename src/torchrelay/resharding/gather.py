@@ -33,7 +33,7 @@ from torchrelay.record.reads import encode_reads
 from torchrelay.results import Loaded, Outcome
 from torchrelay.transports.meeting.connection import Inbox
 from torchrelay.transports.protocol.options import ReceiveOptions, TransferCall
-from torchrelay.transports.protocol.receiver import Source, last_message, report_of
+from torchrelay.transports.protocol.receiver import SourceRank, last_message, report_of
 from torchrelay.transports.resources import Member
 from torchrelay.transports.wire.messages import Confirmed, Done, Fetched, Offer
 
@@ -54,8 +54,8 @@ class Gather:
         self._member, self._ranks = member, sources
         self._options, self._window = options, window
         self._deadline, self._watch, self._progress = call.deadline, call.watch, call.progress
-        self._called: list[Source] = []
-        self._sources: dict[int, Source] = {}  # those that have made an offer, and are not lost
+        self._called: list[SourceRank] = []
+        self._sources: dict[int, SourceRank] = {}  # those that have made an offer, and are not lost
         self._lost: dict[int, RelayError] = {}
         self._plan: GatherPlan | None = None
 
@@ -92,7 +92,7 @@ class Gather:
         def ask(rank: int) -> None:
             watch = Stopwatch()
             watch.phase = "join"
-            source = Source(self._member, rank, self._options, join, watch, parts=True)
+            source = SourceRank(self._member, rank, self._options, join, watch, parts=True)
             self._called.append(source)
             source.offer = source.talk.expect(Offer)
             join.hasten(self._window)
@@ -232,7 +232,7 @@ class Gather:
     def _confirm(self) -> None:
         """Ask every source whether its state is unchanged."""
 
-        def ask(source: Source) -> None:
+        def ask(source: SourceRank) -> None:
             source.talk.send(Fetched())
             source.talk.expect(Confirmed)
             source.confirmed = True

@@ -61,7 +61,7 @@ def last_message(fault: BaseException, *, torn: bool) -> m.Message:
     return m.Abort(m.text(reason), late=isinstance(fault, TransferTimeoutError))
 
 
-class Source:
+class SourceRank:
     """A rank that a state, or a part of it, is received from. It has been sent a `Join`."""
 
     offer: m.Offer
@@ -149,7 +149,7 @@ class Source:
 
 
 def report_of(
-    sources: Collection[Source], step: int | None, nbytes: int, landed: Landed, watch: Stopwatch
+    sources: Collection[SourceRank], step: int | None, nbytes: int, landed: Landed, watch: Stopwatch
 ) -> Report:
     """The report of a receive."""
     choices = [one for source in sources for one in source.choices]
@@ -171,7 +171,7 @@ def report_of(
     )
 
 
-def _outcome(source: Source) -> Outcome:
+def _outcome(source: SourceRank) -> Outcome:
     routes = {one.route.name for one in source.choices}
     route = routes.pop() if len(routes) == 1 else "mixed" if routes else ""
     return Outcome(route=route, bytes=source.nbytes)
@@ -189,7 +189,9 @@ class Receiving:
 
     def run(self) -> Loaded:
         with self._watch("call"):
-            source = Source(self._member, self._sender, self._options, self._deadline, self._watch)
+            source = SourceRank(
+                self._member, self._sender, self._options, self._deadline, self._watch
+            )
         try:
             landed = self._run(source)
         except BaseException as fault:
@@ -209,7 +211,7 @@ class Receiving:
         report = report_of([source], step, source.nbytes, landed, self._watch)
         return Loaded(landed.state, step, report)
 
-    def _run(self, source: Source) -> Landed:
+    def _run(self, source: SourceRank) -> Landed:
         talk = source.talk
         with self._watch("call"):
             # While the sender describes its state.
@@ -230,7 +232,7 @@ class Receiving:
             source.choices[0].fetch.finish()
         return landed
 
-    def _fit(self, source: Source, into: object) -> Landing:
+    def _fit(self, source: SourceRank, into: object) -> Landing:
         """Compare the offer with the destination; everything that can be refused is refused."""
         step, wanted = source.record.step, self._options.step
         if wanted is not None and step != wanted:
@@ -239,7 +241,7 @@ class Receiving:
             )
         return land(source.record, into, self._options.landing, self._member.workspace)
 
-    def _commit(self, landing: Landing, source: Source) -> Landed:
+    def _commit(self, landing: Landing, source: SourceRank) -> Landed:
         landed = landing.commit()
         settle()
         self._member.node.note_committed(self._sender, source.offer.transfer)
