@@ -69,7 +69,7 @@ def _trace() -> None:
         (sockets.DataSocket, "take_chunk"),
         (sockets.DataSocket, "send_chunk"),
         (tcp.TcpFetch, "close"),
-        (chunk_receiver.ChunkArrivals, "__init__"),
+        (chunk_receiver.ChunkReceiver, "__init__"),
     ):
         _traced(owner, name, f"{getattr(owner, '__name__', owner).split('.')[-1]}.{name}")
     send, heard = Connection.send, Connection._heard

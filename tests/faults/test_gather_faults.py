@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch.distributed.tensor import DeviceMesh, DTensor, Shard
+from torch.distributed.tensor import DeviceMesh, DTensor, Replicate, Shard
 
 import torchrelay as tr
 from tests.support.faults import (
@@ -29,6 +29,8 @@ from tests.support.faults import (
 from tests.support.ranks import Ranks, reached
 from tests.support.strangers import Flood
 from tests.support.ways import by, patched, taking
+from torchrelay.errors import PeerLostError
+from torchrelay.resharding.gather import Gather
 from torchrelay.transports.routes.memory import MemoryFetch
 from torchrelay.transports.streams.chunk_receiver import ChunkReceiver
 from torchrelay.transports.streams.chunk_sender import ChunkSender
@@ -175,6 +177,42 @@ def test_wrong_bytes_in_a_gather_are_fetched_again_or_refused(
     else:
         assert out.error is None and out.weights == NEW, out
     assert again.error is None and again.weights == AFTER, again
+
+
+# A source that is lost after another has given its part
+
+
+def asks_again(rank: int, group: Any) -> Any:
+    """Rank 2 loses rank 1, and takes the part of rank 1 from rank 0 too."""
+    mesh = senders()
+    relay = tr.Relay(group, timeout=LONG, chunk_bytes=CHUNK, join_window=5.0)
+    if rank < 2:
+        state = {
+            name: DTensor.from_local(tensor, mesh, [Replicate()], run_check=False)
+            for name, tensor in weights(NEW).items()
+            if name in ("w", "h")
+        }
+        return attempt(lambda: relay.send(state, 2, step=NEW))
+    asked: list[int] = []
+    original = Gather._take
+
+    def take(self: Gather, source: int, *args: Any) -> None:
+        asked.append(source)
+        if source == 1:
+            raise PeerLostError("gone")
+        original(self, source, *args)
+
+    live = {name: weights(OLD)[name] for name in ("w", "h")}
+    with patched(Gather, _take=take):
+        got = relay.recv([0, 1], into=live, step=NEW)
+    assert all(torch.equal(live[name], weights(NEW)[name]) for name in live)
+    return sorted(asked), got.report.failed
+
+
+@pytest.mark.parametrize("way", ["tcp", "memory", "ring"])
+def test_a_source_gives_the_part_of_one_that_was_lost_by_any_route(pool3: Any, way: str) -> None:
+    _, _, (asked, failed) = pool3.run(by, way, asks_again, fresh_group=True, timeout=90)
+    assert asked == [0, 0, 1] and list(failed) == [1], (asked, failed)
 
 
 # Slow peers

@@ -8,10 +8,10 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from torchrelay.errors import StateError
-from torchrelay.transports.protocol.fanout import Link
 from torchrelay.transports.protocol.options import SendOptions
 from torchrelay.transports.protocol.peers import OVER, UNDER_WAY, Peer, Stage
 from torchrelay.transports.protocol.sender_machine import SenderMachine
+from torchrelay.transports.routes.route import Link
 from torchrelay.transports.wire.messages import (
     Abort,
     Accept,

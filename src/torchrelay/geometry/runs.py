@@ -7,9 +7,7 @@ tensors that were allocated one after the other is copied by a few calls.
 from __future__ import annotations
 
 import ctypes
-from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterator, Sequence
-from functools import cached_property
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -110,30 +108,21 @@ class Runs:
             raise ValueError("memory that overlaps in the stream")
         return cls(starts, addresses, sizes)
 
-    @cached_property
-    def _lists(self) -> tuple[list[int], list[int], list[int]]:
-        return self.starts.tolist(), self.stops.tolist(), self.addresses.tolist()
-
     def within(self, start: int, stop: int) -> Iterator[tuple[int, int, int]]:
         """Position, address and bytes of each run, cut to the stream's bytes [start, stop)."""
-        starts, stops, addresses = self._lists
-        first = bisect_right(stops, start)
-        some = slice(first, max(first, bisect_left(starts, stop)))
-        for low, high, address in zip(starts[some], stops[some], addresses[some], strict=True):
-            if low < start:
-                address += start - low
-                low = start
-            yield low, address, min(high, stop) - low
+        return zip(*(column.tolist() for column in self.between(start, stop)), strict=True)
 
     def reaches(self, start: int, stop: int) -> bool:
         """Whether any run has some of the stream's bytes [start, stop)."""
-        starts, stops, _ = self._lists
-        return bisect_right(stops, start) < bisect_left(starts, stop)
+        first = np.searchsorted(self.stops, np.uint64(start), side="right")
+        return bool(first < np.searchsorted(self.starts, np.uint64(stop)))
 
     def whole(self, start: int, stop: int) -> int | None:
         """The address of the stream's bytes [start, stop), if they lie there in one piece."""
-        found = list(self.within(start, stop))
-        return found[0][1] if len(found) == 1 and found[0][2] == stop - start else None
+        run = int(np.searchsorted(self.starts, np.uint64(start), side="right")) - 1
+        if run < 0 or stop > int(self.stops[run]):
+            return None
+        return int(self.addresses[run]) + start - int(self.starts[run])
 
     def between(self, start: int, stop: int) -> tuple[Column, Column, Column]:
         """`within`, in columns."""

@@ -29,30 +29,15 @@ from torchrelay.landing.places import Landed
 from torchrelay.memory import threads
 from torchrelay.memory.gpu.side import settle
 from torchrelay.memory.uninterrupted import uninterrupted
-from torchrelay.record.encoding import decode
 from torchrelay.record.reads import encode_reads
-from torchrelay.results import Loaded, Outcome, Peer, Report, Traffic
+from torchrelay.results import Loaded, Outcome
 from torchrelay.transports.meeting.connection import Inbox
-from torchrelay.transports.meeting.conversation import Conversation
 from torchrelay.transports.protocol.options import ReceiveOptions, TransferCall
-from torchrelay.transports.protocol.receiver import Greeting, last_message
+from torchrelay.transports.protocol.receiver import SourceRank, last_message, report_of
 from torchrelay.transports.resources import Member
-from torchrelay.transports.routes.choice import Choice, choose
-from torchrelay.transports.routes.route import Incoming
-from torchrelay.transports.wire.messages import Accept, Confirmed, Done, Fetched, Go, Offer
+from torchrelay.transports.wire.messages import Confirmed, Done, Fetched, Offer
 
 LOST = (PeerError, TransferTimeoutError, RemoteProtocolError, ManifestError, DigestError)
-
-
-class _Source:
-    """One rank that has a part of the state."""
-
-    def __init__(self, talk: Conversation, greeting: Greeting, offer: Offer) -> None:
-        self.talk, self.greeting, self.offer = talk, greeting, offer
-        self.record = decode(offer.record)
-        self.confirmed = False
-        self.nbytes = 0  # that came from it
-        self.choices: list[Choice] = []
 
 
 class Gather:
@@ -66,11 +51,11 @@ class Gather:
         call: TransferCall,
         window: float,
     ) -> None:
-        self._member, self._node, self._ranks = member, member.node, sources
+        self._member, self._ranks = member, sources
         self._options, self._window = options, window
         self._deadline, self._watch, self._progress = call.deadline, call.watch, call.progress
-        self._sources: dict[int, _Source] = {}
-        self._talks: list[Conversation] = []
+        self._called: list[SourceRank] = []
+        self._sources: dict[int, SourceRank] = {}  # those that have made an offer, and are not lost
         self._lost: dict[int, RelayError] = {}
         self._plan: GatherPlan | None = None
 
@@ -87,13 +72,16 @@ class Gather:
                 source.talk.send(Done())
         except BaseException as fault:
             torn = self._plan is not None and self._plan.touched
-            for talk in self._talks:
-                talk.send(last_message(fault, torn=torn))
+            for source in self._called:
+                source.talk.send(last_message(fault, torn=torn))
             raise
         finally:
-            for talk in self._talks:
-                talk.close()
-        return Loaded(landed.state, self._step, self._report(landed, self._plan.nbytes))
+            for source in self._called:
+                source.close()
+        sources, nbytes = self._sources.values(), self._plan.nbytes
+        report = report_of(sources, self._step, nbytes, landed, self._watch)
+        report.peers.update({rank: Outcome("failed", str(why)) for rank, why in self._lost.items()})
+        return Loaded(landed.state, self._step, report)
 
     # Meeting the sources
 
@@ -102,17 +90,15 @@ class Gather:
         join = self._join_deadline = Deadline(max(self._deadline.left(), 0.001))
 
         def ask(rank: int) -> None:
-            me = self._member.rank
-            greeting = Greeting(me, rank, self._options.route)
-            talk = Conversation(self._node, rank, me, join, Stopwatch())
-            talk.watch.phase = "join"
-            self._talks.append(talk)
-            committed = self._node.committed(rank)
-            talk.send(greeting.join(self._options.step, parts=True, committed=committed))
-            offer = talk.expect(Offer)
+            watch = Stopwatch()
+            watch.phase = "join"
+            source = SourceRank(self._member, rank, self._options, join, watch, parts=True)
+            self._called.append(source)
+            source.offer = source.talk.expect(Offer)
             join.hasten(self._window)
-            talk.deadline = self._deadline
-            self._sources[rank] = _Source(talk, greeting, offer)
+            source.talk.deadline = self._deadline
+            source.record  # noqa: B018  # read here, on the thread of this source
+            self._sources[rank] = source
 
         self._each({rank: partial(ask, rank) for rank in self._ranks})
         for rank, fault in self._lost.items():
@@ -165,7 +151,7 @@ class Gather:
         source = self._sources.pop(rank, None)
         if source is not None:
             source.talk.send(last_message(fault, torn=False))
-            source.talk.close()
+            source.close()
 
     # Fetching
 
@@ -237,34 +223,16 @@ class Gather:
     def _take(self, rank: int, part: PartLanding, progress: Callable[[int, int], None]) -> None:
         """Fetch the reads of one source."""
         source = self._sources[rank]
-        talk = source.talk
-        talk.watch.phase = "data"
-        incoming = Incoming(
-            talk,
-            source.offer,
-            source.greeting.nonce,
-            self._member,
-            self._options.connections,
-            progress,
-            part.on_device,
-        )
-        choice = choose(incoming, self._options.route)
-        source.choices.append(choice)
-        source.confirmed = False
-        route, fetch = choice.route, choice.fetch
+        source.talk.watch.phase, source.confirmed = "data", False
         try:
-            reads = encode_reads(part.asked)
-            talk.send(Accept(route.name, fetch.answer, choice.instead, reads))
-            go = talk.expect(Go)
-            fetch.run(go.data, part, go.patience)
+            source.accept(part, progress, encode_reads(part.asked))()
         finally:
-            fetch.close()
-        source.nbytes += part.chunks.nbytes
+            source.stop()
 
     def _confirm(self) -> None:
         """Ask every source whether its state is unchanged."""
 
-        def ask(source: _Source) -> None:
+        def ask(source: SourceRank) -> None:
             source.talk.send(Fetched())
             source.talk.expect(Confirmed)
             source.confirmed = True
@@ -289,32 +257,5 @@ class Gather:
             raise TornStateError(TORN, phase="commit") from fault
         settle()
         for rank, source in self._sources.items():
-            self._node.note_committed(rank, source.offer.transfer)
+            self._member.node.note_committed(rank, source.offer.transfer)
         return landed
-
-    def _report(self, landed: Landed, nbytes: int) -> Report:
-        choices = [one for source in self._sources.values() for one in source.choices]
-        fetches = [one.fetch for one in choices]
-        peers: dict[Peer, Outcome] = {rank: _outcome(one) for rank, one in self._sources.items()}
-        peers |= {rank: Outcome("failed", str(why)) for rank, why in self._lost.items()}
-        return Report(
-            step=self._step,
-            bytes=nbytes,
-            seconds=self._watch.seconds,
-            peers=peers,
-            missing=tuple(landed.missing),
-            extra=tuple(landed.extra),
-            verified=all(fetch.verified for fetch in fetches),
-            instead={name: why for one in choices for name, why in one.instead.items()},
-            traffic=Traffic(
-                sum(fetch.wire_bytes for fetch in fetches),
-                sum(fetch.messages for fetch in fetches),
-                sum(fetch.connections for fetch in fetches),
-            ),
-        )
-
-
-def _outcome(source: _Source) -> Outcome:
-    routes = {one.route.name for one in source.choices}
-    route = routes.pop() if len(routes) == 1 else "mixed" if routes else ""
-    return Outcome(route=route, bytes=source.nbytes)

@@ -6,9 +6,10 @@ import threading
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+import torch
+
 from torchrelay.landing.workspace import Workspace
 from torchrelay.transports.meeting.node import Node
-from torchrelay.transports.streams.buffers import BufferPool
 
 T = TypeVar("T")
 
@@ -18,7 +19,6 @@ class Resources:
     the relay is closed. Threads may share it."""
 
     def __init__(self) -> None:
-        self.buffers = BufferPool()
         self._kept: dict[type[Any], Any] = {}
         self._lock = threading.Lock()
 
@@ -31,7 +31,6 @@ class Resources:
             return found
 
     def close(self) -> None:
-        self.buffers.clear()
         with self._lock:
             kept, self._kept = list(self._kept.values()), {}
         for one in kept:
@@ -47,3 +46,10 @@ class Member:
     rank: int
     resources: Resources
     workspace: Workspace
+
+    def buffer(self, nbytes: int, *, pinned: bool) -> torch.Tensor:
+        """Host memory for a chunk; `pinned` for copies to and from a GPU. When nothing refers to it
+        any more, the workspace keeps it for the next; torch does, if it is pinned."""
+        if pinned:
+            return torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=True)
+        return self.workspace.stage(nbytes)

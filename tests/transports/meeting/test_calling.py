@@ -146,6 +146,12 @@ def test_a_process_that_stands_still_costs_no_more_than_the_deadline() -> None:
         assert 0.2 < time.monotonic() - begun < SOON
 
 
+def test_a_process_that_admits_no_one_until_the_deadline_is_late() -> None:
+    with answering(lambda sock: None) as there:
+        with pytest.raises(tr.errors.TransferTimeoutError, match=r"rank 4 at .* did not answer"):
+            call_rank(directory_with(there), RANK, ME, Deadline(0.3))
+
+
 def test_a_rank_that_was_started_again_is_called_there() -> None:
     with answering(admits) as there:
 

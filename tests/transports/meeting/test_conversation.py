@@ -104,6 +104,15 @@ def test_a_wait_ends_with_the_deadline() -> None:
     assert 0.15 < time.monotonic() - begun < 5
 
 
+def test_a_connection_that_ends_after_the_deadline_is_a_timeout() -> None:
+    """Both sides close their connections then: which of them looks first does not matter."""
+    talk, node = talking(0.05)
+    talk.inbox.put(ConnectionLost(node, "cut"))
+    time.sleep(0.1)
+    with pytest.raises(tr.errors.TransferTimeoutError, match=r"after 0.05 s: connection lost"):
+        talk.expect(Confirmed)
+
+
 def test_a_wait_for_a_while_ends_then() -> None:
     talk, _ = talking()
     begun = time.monotonic()

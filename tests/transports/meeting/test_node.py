@@ -45,7 +45,7 @@ class Two:
 
     @property
     def waiting(self) -> int:
-        return len(self.sender._joins)
+        return len(self.sender._matcher._joins)
 
     def until(self, true: Callable[[], bool]) -> None:
         ends = time.monotonic() + SOON
@@ -60,7 +60,8 @@ def two() -> Two:
 
 
 def opened(step: int | None = None, *ranks: int, window: float = 5.0) -> tuple[OpenSend, Inbox]:
-    return OpenSend(step, frozenset(ranks or (RECEIVER,)), window), Inbox()
+    inbox = Inbox()
+    return OpenSend(step, frozenset(ranks or (RECEIVER,)), window, inbox), inbox
 
 
 def nothing_comes(inbox: Inbox) -> bool:
@@ -73,7 +74,7 @@ def test_whichever_comes_first_waits(two: Two) -> None:
         if join_first:
             two.join()
             two.until(lambda: two.waiting == 1)
-        with two.sender.open(send, inbox):
+        with two.sender.open(send):
             if not join_first:
                 two.join()
             event = inbox.get(SOON)
@@ -83,7 +84,7 @@ def test_whichever_comes_first_waits(two: Two) -> None:
 
 def test_messages_go_to_the_send_that_was_joined(two: Two) -> None:
     send, inbox = opened()
-    with two.sender.open(send, inbox):
+    with two.sender.open(send):
         ours, answers = two.join()
         joined: Any = inbox.get(SOON)
         joined.connection.send(Offer(b"record", bytes(16)))
@@ -102,7 +103,7 @@ def test_a_receiver_that_left_while_it_waited_is_given_to_no_send(two: Two) -> N
     ours.close()
     two.until(lambda: two.waiting == 0)
     send, inbox = opened()
-    with two.sender.open(send, inbox):
+    with two.sender.open(send):
         assert nothing_comes(inbox)
 
 
@@ -114,7 +115,7 @@ def test_a_receiver_that_left_just_before_a_send_is_not_given_to_it(two: Two) ->
     two.sender._listener.run(busy.wait, SOON)
     ours.send(Abort("timed out"))
     send, inbox = opened()
-    with two.sender.open(send, inbox):
+    with two.sender.open(send):
         busy.set()
         assert nothing_comes(inbox)
     assert not two.waiting
@@ -123,7 +124,7 @@ def test_a_receiver_that_left_just_before_a_send_is_not_given_to_it(two: Two) ->
 def late(two: Two) -> tuple[Connection, Inbox, Inbox]:
     """A receiver that is with a send which ends before it has looked at it."""
     send, inbox = opened()
-    with two.sender.open(send, inbox):
+    with two.sender.open(send):
         ours, answers = two.join()
         two.until(lambda: len(inbox._events) == 1)
     return ours, answers, inbox
@@ -131,13 +132,13 @@ def late(two: Two) -> tuple[Connection, Inbox, Inbox]:
 
 def test_one_that_left_while_a_send_ended_is_given_to_no_other(two: Two) -> None:
     send, inbox = opened()
-    with two.sender.open(send, inbox):
+    with two.sender.open(send):
         ours, _ = two.join()
         two.until(lambda: len(inbox._events) == 1)
         ours.send(Abort("timed out"))
         two.until(lambda: len(inbox._events) == 2)
     send, inbox = opened()
-    with two.sender.open(send, inbox):
+    with two.sender.open(send):
         assert nothing_comes(inbox)
     assert not two.waiting
 
@@ -145,20 +146,20 @@ def test_one_that_left_while_a_send_ended_is_given_to_no_other(two: Two) -> None
 def test_a_receiver_that_came_too_late_waits_for_the_next_send(two: Two) -> None:
     late(two)
     send, inbox = opened()
-    with two.sender.open(send, inbox):
+    with two.sender.open(send):
         assert isinstance(inbox.get(SOON), ReceiverJoined)
 
 
 def test_one_that_came_too_late_and_left_is_given_to_no_send(two: Two) -> None:
     """The next send would wait for the answer of somebody who is not there."""
     send, inbox = opened()
-    with two.sender.open(send, inbox):
+    with two.sender.open(send):
         ours, _ = two.join()
         two.until(lambda: len(inbox._events) == 1)
         ours.close()
         two.until(lambda: len(inbox._events) == 2)  # it joined, and it is lost
     send, inbox = opened()
-    with two.sender.open(send, inbox):
+    with two.sender.open(send):
         assert nothing_comes(inbox)
     assert two.waiting == 0
 
@@ -166,7 +167,7 @@ def test_one_that_came_too_late_and_left_is_given_to_no_send(two: Two) -> None:
 def test_one_that_came_too_late_spoke_and_left_does_not_keep_the_thread(two: Two) -> None:
     """Its last word must not come back to the inbox out of which it is taken."""
     send, inbox = opened()
-    with two.sender.open(send, inbox):
+    with two.sender.open(send):
         ours, _ = two.join()
         two.until(lambda: len(inbox._events) == 1)
         ours.send(Abort("timed out"))
@@ -174,33 +175,33 @@ def test_one_that_came_too_late_spoke_and_left_does_not_keep_the_thread(two: Two
         two.until(lambda: len(inbox._events) == 3)  # it joined, it spoke, and it is lost
     two.join()
     send, inbox = opened()
-    with two.sender.open(send, inbox):
+    with two.sender.open(send):
         assert isinstance(inbox.get(SOON), ReceiverJoined)
 
 
 def test_one_that_is_put_back_and_left_is_given_to_no_send(two: Two) -> None:
     send, inbox = opened()
-    with two.sender.open(send, inbox):
+    with two.sender.open(send):
         ours, _ = two.join()
         joined: Any = inbox.get(SOON)
         ours.close()
         assert isinstance(inbox.get(SOON), ConnectionLost)
         two.sender.put_back(joined)
     send, inbox = opened()
-    with two.sender.open(send, inbox):
+    with two.sender.open(send):
         assert nothing_comes(inbox)
     assert two.waiting == 0
 
 
 def test_one_that_is_put_back_is_given_to_the_next_send(two: Two) -> None:
     send, inbox = opened()
-    with two.sender.open(send, inbox):
+    with two.sender.open(send):
         two.join()
         joined: Any = inbox.get(SOON)
         two.sender.put_back(joined)
         assert nothing_comes(inbox), "it was served already"
     send, inbox = opened()
-    with two.sender.open(send, inbox):
+    with two.sender.open(send):
         again: Any = inbox.get(SOON)
         assert again.connection is joined.connection
 
@@ -208,7 +209,7 @@ def test_one_that_is_put_back_is_given_to_the_next_send(two: Two) -> None:
 def test_a_wrong_step_is_refused_on_both_sides(two: Two, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(matching, "UNDECIDED_SECONDS", 0.2)
     send, inbox = opened(5)
-    with two.sender.open(send, inbox):
+    with two.sender.open(send):
         begun = time.monotonic()
         _, answers = two.join(9)
         assert inbox.get(SOON) == WrongStep(RECEIVER, 9)
@@ -220,7 +221,7 @@ def test_a_wrong_step_is_refused_on_both_sides(two: Two, monkeypatch: pytest.Mon
 
 def test_states_for_one_rank_are_told_apart_by_step(two: Two) -> None:
     (five, fifth), (six, sixth) = opened(5), opened(6)
-    with two.sender.open(five, fifth), two.sender.open(six, sixth):
+    with two.sender.open(five), two.sender.open(six):
         two.join(6)
         joined: Any = sixth.get(SOON)
         assert joined.several and nothing_comes(fifth)
@@ -253,7 +254,7 @@ def test_a_member_that_says_more_before_there_is_an_offer_is_closed(
     ours.send(second)
     assert isinstance(answers.get(SOON), ConnectionLost)
     send, inbox = opened()
-    with two.sender.open(send, inbox):
+    with two.sender.open(send):
         assert nothing_comes(inbox)
 
 

@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 
 from torchrelay.transports.meeting.connection import Inbox
-from torchrelay.transports.protocol.digests import AskedDigests
 from torchrelay.transports.protocol.sender import Sending
 
 
@@ -15,7 +14,6 @@ def loop(monkeypatch: pytest.MonkeyPatch, during: dict[str, list[str]]) -> tuple
     """A loop without receivers, and what it has handled; `during` an event, others come."""
     sending, handled = Sending.__new__(Sending), []
     sending._inbox, sending.served = Inbox(), {}
-    sending._digests = AskedDigests(sending._inbox.put)
 
     def handle(self: Sending, event: Any) -> None:
         handled.append(event)

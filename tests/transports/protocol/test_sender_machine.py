@@ -10,9 +10,9 @@ import pytest
 from tests.support.recorder import Driver, Recorder, machine
 from tests.support.rounds import rounds
 from torchrelay.errors import StateError
-from torchrelay.transports.protocol.fanout import Link
 from torchrelay.transports.protocol.peers import OVER, UNDER_WAY, Stage
 from torchrelay.transports.protocol.sender_machine import SenderMachine
+from torchrelay.transports.routes.route import Link
 from torchrelay.transports.wire.messages import (
     Abort,
     Accept,
@@ -183,7 +183,7 @@ def test_a_receiver_that_needs_chunks_is_fed() -> None:
     made, recorder = at(Stage.ACTIVE)
     need = Need((3, 1), True)
     made.heard(1, need, 1.0)
-    assert recorder.effects == [(1, "feed", need)] and made.rerouted == []
+    assert recorder.effects == [(1, "feed", need)] and not made.peers[1].rerouted
 
 
 def test_a_receiver_that_lost_its_upstream_is_named_once() -> None:
@@ -194,7 +194,8 @@ def test_a_receiver_that_lost_its_upstream_is_named_once() -> None:
     made.end_join(0.0)
     for rank in (1, 2, 2):
         made.heard(rank, Need((0,)), 1.0)
-    assert made.rerouted == [2] and recorder.names(2).count("feed") == 2
+    assert [peer.rank for peer in made.peers.values() if peer.rerouted] == [2]
+    assert recorder.names(2).count("feed") == 2
 
 
 def test_digests_and_notes_go_where_they_belong() -> None:

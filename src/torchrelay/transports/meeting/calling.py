@@ -83,7 +83,8 @@ def call_rank(
             hello = Hello(handshake.CONTROL, identity.node, me)
             return call_until(identity, hello, identity.token, deadline), identity
         except OSError as fault:
-            if isinstance(fault, TimeoutError) and deadline.passed:
+            refused = isinstance(fault, ConnectionRefusedError)
+            if deadline.passed and not refused:  # it may only have been too busy until now
                 raise TransferTimeoutError(
                     f"timed out after {deadline.seconds:.3g} s: rank {rank} at {identity.host} "
                     f"port {identity.port} did not answer",

@@ -94,12 +94,16 @@ class Conversation:
         identity = self._connection.identity
         at = "" if identity is None else f" at {identity.host} port {identity.port}"
         text = f"connection lost to rank {self.sender}{at}: {reason}"
+        if self.deadline.passed:  # connections are closed by then, whichever side looks first
+            return self._timed_out(text)
         return self._told(PeerLostError(f"{text}; {self.done}" if self.done else text))
 
     def late(self, awaited: str) -> RelayError:
-        text = f"timed out after {self.deadline.seconds:.3g} s: rank {self.sender} did not send "
-        text += f"its {awaited}; {self.done}" if self.done else f"its {awaited}"
-        return self._told(TransferTimeoutError(text))
+        return self._timed_out(f"rank {self.sender} did not send its {awaited}")
+
+    def _timed_out(self, why: str) -> RelayError:
+        text = f"timed out after {self.deadline.seconds:.3g} s: {why}"
+        return self._told(TransferTimeoutError(f"{text}; {self.done}" if self.done else text))
 
     def out_of_turn(self, message: object) -> RelayError:
         return self._told(RemoteProtocolError(f"{type(message).__name__} out of turn"))

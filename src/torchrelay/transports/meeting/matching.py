@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 UNDECIDED_SECONDS = 2.0  # at most, until a wrong step is refused
 
@@ -22,6 +22,7 @@ class OpenSend:
     step: int | None
     ranks: frozenset[int]
     window: float  # seconds
+    inbox: Any = None  # takes its receivers
     wanted: set[int] = field(default_factory=set)
 
     def __post_init__(self) -> None:
@@ -37,6 +38,7 @@ class WaitingJoin:
 
     rank: int
     step: int | None
+    caller: Any = None  # its connection and `Join`
     undecided_since: float | None = None  # only sends of other steps are open for it
 
 

@@ -79,8 +79,6 @@ class Node:
             handshake.VERSION, here.host, here.port, handshake.new_id(), handshake.new_key()
         )
         self._matcher = Matcher()
-        self._inboxes: dict[OpenSend, Inbox] = {}
-        self._joins: dict[WaitingJoin, tuple[Connection, Join]] = {}
         self._expected: dict[tuple[bytes, int], tuple[bytes, Put]] = {}
         self._lock = threading.Lock()
         self._committed: dict[int, bytes] = {}  # by sender, the last transfer from it
@@ -89,15 +87,15 @@ class Node:
         directory.publish(self.identity)
 
     @contextlib.contextmanager
-    def open(self, send: OpenSend, inbox: Inbox) -> Iterator[None]:
+    def open(self, send: OpenSend) -> Iterator[None]:
         """Within: receivers come to a send, as `ReceiverJoined` and `WrongStep` in its inbox."""
         for rank in send.ranks:
             self.directory.introduce(rank)
-        self._listener.run(self._open, send, inbox)
+        self._listener.run(self._open, send)
         try:
             yield
         finally:
-            self._listener.run(self._close, send, inbox)
+            self._listener.run(self._close, send)
 
     def put_back(self, joined: ReceiverJoined) -> None:
         """A receiver came too late for a send: it waits for the next one."""
@@ -187,13 +185,11 @@ class Node:
         if connection.closed:
             connection.deliver = _ignore
             return
-        waiting = WaitingJoin(connection.rank, join.step)
-        self._joins[waiting] = connection, join
+        waiting = WaitingJoin(connection.rank, join.step, (connection, join))
 
         def deliver(event: Event) -> None:
             # It has nothing to say before there is an offer.
             self._matcher.leave(waiting)
-            self._joins.pop(waiting, None)
             if isinstance(event, MessageHeard):
                 connection.close()
 
@@ -203,16 +199,14 @@ class Node:
 
     # In the I/O thread: sends
 
-    def _open(self, send: OpenSend, inbox: Inbox) -> None:
-        self._inboxes[send] = inbox
+    def _open(self, send: OpenSend) -> None:
         self._matcher.open(send)
         self._match_soon()
 
-    def _close(self, send: OpenSend, inbox: Inbox) -> None:
+    def _close(self, send: OpenSend) -> None:
         self._matcher.close(send)
-        self._inboxes.pop(send, None)
         # Receivers that came too late for this send wait for the next one.
-        for event in inbox.drain():
+        for event in send.inbox.drain():
             if isinstance(event, ReceiverJoined):
                 self._wait(event.connection, event.join)
             elif isinstance(event, MessageHeard):
@@ -225,18 +219,17 @@ class Node:
 
     def _match(self) -> None:
         for waiting, send, several in self._matcher.matches():
-            connection, join = self._joins.pop(waiting)
-            inbox = self._inboxes[send]
-            connection.deliver = inbox.put
-            inbox.put(ReceiverJoined(connection, join, several))
+            connection, join = waiting.caller
+            connection.deliver = send.inbox.put
+            send.inbox.put(ReceiverJoined(connection, join, several))
         wrong, again = self._matcher.mismatches(now := time.monotonic())
         for waiting, send in wrong:
-            connection, join = self._joins.pop(waiting)
+            connection, join = waiting.caller
             reason = f"step {send.step} is offered, step {join.step} was asked for"
             connection.send(Abort(reason, kind="step"))
             connection.deliver = _ignore
             connection.close()
-            self._inboxes[send].put(WrongStep(waiting.rank, join.step))
+            send.inbox.put(WrongStep(waiting.rank, join.step))
         if again is not None:
             self._loop.call_later(max(0.0, again - now) + 0.001, self._match)
 

@@ -49,6 +49,9 @@ class Peer:
     accept: Accept | None = None
     joined_at: float = 0.0
     pinged_at: float = 0.0
+    chained: bool = False  # another receiver feeds it
+    rerouted: bool = False  # it was chained, and has asked the sender for chunks
+    settled: bool | None = None  # whether it committed the transfer before, if that was unknown
 
     def give_up(self, reason: str, *, late: bool = False) -> None:
         """It has failed; but one that was confirmed may have committed."""

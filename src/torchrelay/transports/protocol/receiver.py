@@ -9,9 +9,11 @@ caller's is written before the commit, unless `atomic=False` asks for that.
 from __future__ import annotations
 
 import secrets
+from collections.abc import Callable, Collection
 from contextlib import suppress
-from functools import partial
+from functools import cached_property, partial
 
+from torchrelay.deadlines import Deadline, Stopwatch
 from torchrelay.errors import (
     ManifestError,
     RelayError,
@@ -59,31 +61,124 @@ def last_message(fault: BaseException, *, torn: bool) -> m.Message:
     return m.Abort(m.text(reason), late=isinstance(fault, TransferTimeoutError))
 
 
-class Greeting:
-    """A receiver's description of itself when it joins, and the proof of it."""
+class SourceRank:
+    """A rank that a state, or a part of it, is received from. It has been sent a `Join`."""
 
-    def __init__(self, me: int, sender: int, route: str | None) -> None:
+    offer: m.Offer
+
+    def __init__(
+        self,
+        member: Member,
+        rank: int,
+        options: ReceiveOptions,
+        deadline: Deadline,
+        watch: Stopwatch,
+        *,
+        parts: bool = False,
+    ) -> None:
+        self.rank, self._member, self._options = rank, member, options
+        self.choices: list[Choice] = []
+        self.nbytes = 0  # that come from it
+        self.confirmed = False  # its state is unchanged
         # A route that crosses a wire reads no memory of another process.
-        reads = route in (None, "memory", "cuda_ipc")
-        self.nonce = secrets.token_bytes(m.NONCE_BYTES) if reads else b""
-        self.place = place.here()
-        self.fd = -1
-        self._proof: place.Proof | None = None
-        if self.place.devices and self.nonce:
+        reads = options.route in (None, "memory", "cuda_ipc")
+        self._nonce = secrets.token_bytes(m.NONCE_BYTES) if reads else b""
+        here, fd = place.here(), -1
+        if here.devices and reads:
             with suppress(OSError):  # then no device memory is opened
-                claim = place.claim(self.nonce, me, sender, bytes(16))
+                claim = place.claim(self._nonce, member.rank, rank, bytes(16))
                 self._proof = place.Proof(claim)
-                self.fd = self._proof.process.fd
+                fd = self._proof.process.fd
+        self.talk = Conversation(member.node, rank, member.rank, deadline, watch)
+        committed = member.node.committed(rank)
+        self.talk.send(m.Join(options.step, parts, here, self._nonce, fd, committed))
 
-    def join(self, step: int | None, *, parts: bool, committed: bytes) -> m.Join:
-        return m.Join(step, parts, self.place, self.nonce, self.fd, committed)
+    @cached_property
+    def record(self) -> Record:
+        """The record that is offered."""
+        found = decode(self.offer.record, in_time=self._check_time)
+        self.talk.step = found.step
+        return found
+
+    def _check_time(self) -> None:
+        if self.talk.deadline.passed:
+            raise self.talk.late("offer in time")
+
+    def accept(
+        self, landing: Landing, progress: Callable[[int, int], None], reads: bytes | None = None
+    ) -> Callable[[], None]:
+        """Take the offer, or these reads of it, by the fastest route; returns the call that brings
+        the bytes to the landing."""
+        incoming = Incoming(
+            self.talk,
+            self.offer,
+            self._nonce,
+            self._member,
+            self._options.connections,
+            progress,
+            landing,
+            partial(named, self.record, landing.chunks) if reads is None else None,
+        )
+        route, fetch, instead = choice = self._choose(incoming)
+        self.choices.append(choice)
+        self.nbytes += landing.chunks.nbytes
+        self.talk.send(m.Accept(route.name, fetch.answer, instead, reads))
+        likely = route.name == self.offer.likely
+        go = m.Go(self.offer.go) if likely else self.talk.expect(m.Go)
+        return partial(fetch.run, go.data, go.patience)
+
+    def _choose(self, incoming: Incoming) -> Choice:
+        try:
+            return choose(incoming, self._options.route)
+        except RouteError as fault:
+            # A sender that has given up has taken away what a route needs: it says so.
+            try:
+                self.talk.next("answer", PARTING_SECONDS)
+            except RelayError as other:
+                raise other from fault
+            raise
+
+    def stop(self) -> None:
+        """Nothing is written to a landing after this."""
+        for choice in self.choices:
+            choice.fetch.close()
+
+    def close(self) -> None:
+        self.stop()
+        self.talk.close()
+
+
+def report_of(
+    sources: Collection[SourceRank], step: int | None, nbytes: int, landed: Landed, watch: Stopwatch
+) -> Report:
+    """The report of a receive."""
+    choices = [one for source in sources for one in source.choices]
+    fetches = [one.fetch for one in choices]
+    return Report(
+        step=step,
+        bytes=nbytes,
+        seconds=watch.seconds,
+        peers={source.rank: _outcome(source) for source in sources},
+        missing=tuple(landed.missing),
+        extra=tuple(landed.extra),
+        verified=all(fetch.verified for fetch in fetches),
+        instead={name: why for one in choices for name, why in one.instead.items()},
+        traffic=Traffic(
+            sum(fetch.wire_bytes for fetch in fetches),
+            sum(fetch.messages for fetch in fetches),
+            sum(fetch.connections for fetch in fetches),
+        ),
+    )
+
+
+def _outcome(source: SourceRank) -> Outcome:
+    routes = {one.route.name for one in source.choices}
+    route = routes.pop() if len(routes) == 1 else "mixed" if routes else ""
+    return Outcome(route=route, bytes=source.nbytes)
 
 
 class Receiving:
     """One receive from one rank."""
-
-    record: Record
-    choice: Choice
 
     def __init__(
         self, member: Member, sender: int, options: ReceiveOptions, call: TransferCall
@@ -93,111 +188,64 @@ class Receiving:
         self._landing: Landing | None = None
 
     def run(self) -> Loaded:
-        node, me = self._member.node, self._member.rank
-        greeting = Greeting(me, self._sender, self._options.route)
         with self._watch("call"):
-            talk = Conversation(node, self._sender, me, self._deadline, self._watch)
+            source = SourceRank(
+                self._member, self._sender, self._options, self._deadline, self._watch
+            )
         try:
-            landed = self._run(talk, greeting)
+            landed = self._run(source)
         except BaseException as fault:
             torn = self._landing is not None and self._landing.torn
-            talk.send(last_message(fault, torn=torn))
+            source.talk.send(last_message(fault, torn=torn))
+            rank, step, phase = self._sender, source.talk.step, self._watch.phase
             if isinstance(fault, REFUSED) and fault.rank is None:
-                fault.rank, fault.phase = self._sender, self._watch.phase
+                fault.rank, fault.phase = rank, phase
             if isinstance(fault, TornStateError):  # it names what is old and what is new
-                fault.rank, fault.step, fault.phase = self._sender, talk.step, self._watch.phase
+                fault.rank, fault.step, fault.phase = rank, step, phase
             elif torn and isinstance(fault, Exception):
-                raise TornStateError(
-                    TORN, rank=self._sender, step=talk.step, phase=self._watch.phase
-                ) from fault
+                raise TornStateError(TORN, rank=rank, step=step, phase=phase) from fault
             raise
         finally:
-            if hasattr(self, "choice"):
-                self.choice.fetch.close()
-            talk.close()
-        return Loaded(landed.state, self.record.step, self._report(landed))
+            source.close()
+        step = source.record.step
+        report = report_of([source], step, source.nbytes, landed, self._watch)
+        return Loaded(landed.state, step, report)
 
-    def _run(self, talk: Conversation, greeting: Greeting) -> Landed:
-        options = self._options
+    def _run(self, source: SourceRank) -> Landed:
+        talk = source.talk
         with self._watch("call"):
-            committed = self._member.node.committed(self._sender)
-            talk.send(greeting.join(options.step, parts=False, committed=committed))
             # While the sender describes its state.
-            into = _prepared(options.into)
-            offer = talk.expect(m.Offer)
+            into = _prepared(self._options.into)
+            source.offer = talk.expect(m.Offer)
         with self._watch("join"):
-            landing = self._fit(talk, offer, into)
-            incoming = Incoming(
-                talk,
-                offer,
-                greeting.nonce,
-                self._member,
-                options.connections,
-                self._progress,
-                landing.on_device,
-                partial(named, self.record, landing.chunks),
-            )
-            self.choice = self._choose(incoming)
-            route, fetch = self.choice.route, self.choice.fetch
-            talk.send(m.Accept(route.name, fetch.answer, self.choice.instead))
-            go = m.Go(offer.go) if route.name == offer.likely else talk.expect(m.Go)
+            landing = self._landing = self._fit(source, into)
+            bring = source.accept(landing, self._progress)
         with self._watch("data"):
-            fetch.run(go.data, landing, go.patience)
+            bring()
             talk.send(m.Fetched())
             landing.arrived()
             talk.expect(m.Confirmed)
         with self._watch("commit"):
-            landed = uninterrupted(partial(self._commit, landing, offer.transfer))
+            landed = uninterrupted(partial(self._commit, landing, source))
             talk.send(m.Done())
         with self._watch("pass on"):
-            fetch.finish()
+            source.choices[0].fetch.finish()
         return landed
 
-    def _choose(self, incoming: Incoming) -> Choice:
-        try:
-            return choose(incoming, self._options.route)
-        except RouteError as fault:
-            # A sender that has given up has taken away what a route needs: it says so.
-            try:
-                incoming.conversation.next("answer", PARTING_SECONDS)
-            except RelayError as other:
-                raise other from fault
-            raise
-
-    def _commit(self, landing: Landing, transfer: bytes) -> Landed:
-        landed = landing.commit()
-        settle()
-        self._member.node.note_committed(self._sender, transfer)
-        return landed
-
-    def _fit(self, talk: Conversation, offer: m.Offer, into: object) -> Landing:
+    def _fit(self, source: SourceRank, into: object) -> Landing:
         """Compare the offer with the destination; everything that can be refused is refused."""
-        self.record = decode(offer.record, in_time=partial(_in_time, talk))
-        talk.step = step = self.record.step
-        wanted = self._options.step
+        step, wanted = source.record.step, self._options.step
         if wanted is not None and step != wanted:
             raise StepMismatchError(
                 f"step {step} is offered, step {wanted} was asked for", step=step
             )
-        landing = land(self.record, into, self._options.landing, self._member.workspace)
-        self._landing = landing
-        return landing
+        return land(source.record, into, self._options.landing, self._member.workspace)
 
-    def _report(self, landed: Landed) -> Report:
-        assert self._landing is not None
-        route, fetch, instead = self.choice
-        nbytes = self._landing.chunks.nbytes
-        return Report(
-            step=self.record.step,
-            bytes=nbytes,
-            seconds=self._watch.seconds,
-            peers={self._sender: Outcome(route=route.name, bytes=nbytes)},
-            missing=tuple(landed.missing),
-            extra=tuple(landed.extra),
-            verified=fetch.verified,
-            instead=instead,
-            traffic=Traffic(fetch.wire_bytes, fetch.messages, fetch.connections),
-        )
+    def _commit(self, landing: Landing, source: SourceRank) -> Landed:
+        landed = landing.commit()
+        settle()
+        self._member.node.note_committed(self._sender, source.offer.transfer)
+        return landed
 
 
 def _prepared(into: object) -> object:
@@ -208,8 +256,3 @@ def _prepared(into: object) -> object:
         return prepare(into)
     except StateError:
         return into  # refused when it is offered a state, so that the sender hears of it
-
-
-def _in_time(talk: Conversation) -> None:
-    if talk.deadline.passed:
-        raise talk.late("offer in time")

@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 
 from torchrelay.errors import RelayError, RemoteProtocolError
 from torchrelay.memory.pool import cores
@@ -18,10 +18,8 @@ from torchrelay.record.reads import decode_reads
 from torchrelay.results import Outcome, Report, Traffic
 from torchrelay.transports.meeting.connection import Connection, ConnectionLost, Inbox, MessageHeard
 from torchrelay.transports.meeting.matching import OpenSend
-from torchrelay.transports.meeting.node import ReceiverJoined, WrongStep
+from torchrelay.transports.meeting.node import DataTicket, ReceiverJoined, WrongStep
 from torchrelay.transports.meeting.turns import short_turns
-from torchrelay.transports.protocol.digests import AskedDigests
-from torchrelay.transports.protocol.fanout import Link
 from torchrelay.transports.protocol.options import SendOptions, TransferCall
 from torchrelay.transports.protocol.peers import Peer, Stage, outcome
 from torchrelay.transports.protocol.sender_machine import SenderMachine
@@ -29,13 +27,14 @@ from torchrelay.transports.resources import Member
 from torchrelay.transports.routes import route as r
 from torchrelay.transports.routes.choice import BY_NAME, services
 from torchrelay.transports.routes.outgoing import Outgoing
-from torchrelay.transports.routes.tcp import TcpService
 from torchrelay.transports.streams.chunk_sender import ChunkSent, FeedBroken
+from torchrelay.transports.streams.workers import Workers
 from torchrelay.transports.wire import messages as m
-from torchrelay.transports.wire.handshake import new_id
+from torchrelay.transports.wire.handshake import new_id, new_key
 
 EXCUSE_SECONDS = 2.0  # for receivers to come and hear that the state cannot be sent
 LAST_SECONDS = 0.5  # past the deadline, for what is on its way
+MOST_ANSWERS = 1024  # messages with digests, to a receiver that asks once
 
 
 @dataclass
@@ -43,11 +42,10 @@ class Served:
     """The sender's side of one receiver: its connection, and the sender's ends of its routes."""
 
     connection: Connection
-    transfer: bytes
     services: dict[str, r.RouteService] = field(default_factory=dict)
     service: r.RouteService | None = None  # of the route that it took
-    outgoing: Outgoing | None = None
     likely: str = ""  # a route that has begun already
+    asked: set[int] = field(default_factory=set)  # chunks whose digests it has asked for
 
     def close(self) -> None:
         for service in self.services.values():
@@ -67,12 +65,13 @@ class Sending:
         self._member, self._node, self._options = member, member.node, options
         self._deadline, self._watch, self._progress = call.deadline, call.watch, call.progress
         self._inbox = Inbox()
-        self._open = OpenSend(options.step, frozenset(ranks), options.window)
-        self._digests = AskedDigests(self._inbox.put)
+        self._open = OpenSend(options.step, frozenset(ranks), options.window, self._inbox)
+        # They make digests. Where cores are few, receivers that read need them.
+        self._workers = Workers(max(1, min(4, cores() // 4)), self._inbox.put)
         self._gone: set[int] = set()  # chunks that have left at least once
         self._gone_bytes = 0
         self.served: dict[int, Served] = {}  # by rank
-        self._settled: dict[int, bool] = {}  # receivers that were unknown: whether they committed
+        self._tickets = {rank: DataTicket(new_id(), new_key()) for rank in ranks}
         self._peers = {rank: Peer(rank) for rank in ranks}
         seconds, chains = call.deadline.seconds, self._node.directory.finds_all
         begun = time.monotonic()
@@ -83,7 +82,7 @@ class Sending:
     def run(self, describe: Callable[[], Snapshot]) -> Report:
         """Send what `describe` returns."""
         try:
-            with self._node.open(self._open, self._inbox):
+            with self._node.open(self._open):
                 self._run(describe)
             sent = f"{self._total('wire_bytes')} of {self.snapshot.chunks.stream_bytes} bytes sent"
             step, phase = self._options.step, self._watch.phase
@@ -107,7 +106,7 @@ class Sending:
         except BaseException as fault:
             self._excuse(fault)
             raise
-        self._outgoing = Outgoing(self.snapshot, self._member.resources, self._options.verify)
+        self._outgoing = Outgoing(self.snapshot, self._member, self._options.verify)
         try:
             with self._watch("join"):
                 while self._machine.joining:
@@ -146,8 +145,8 @@ class Sending:
             "done" if done else "unknown" if unknown else "failed",
             "" if done else peer.reason,
             peer.accept.route if done and peer.accept is not None else "",
-            rerouted=peer.rank in self._machine.rerouted,
-            settled=self._settled.get(peer.rank),
+            rerouted=peer.rerouted,
+            settled=peer.settled,
         )
 
     def _total(self, what: str) -> int:
@@ -195,7 +194,7 @@ class Sending:
         silent, stuck = {}, {}
         for rank, one in self.served.items():
             silent[rank] = now - one.connection.heard_at
-            since = one.service.stuck_since if isinstance(one.service, TcpService) else None
+            since = None if one.service is None else one.service.stuck_since
             if since is not None:  # asked once: the last chunk may leave between two looks
                 stuck[rank] = now - since
         self._machine.tick(now, silent, stuck)
@@ -203,8 +202,8 @@ class Sending:
     def _close(self) -> None:
         for rank, peer in self._peers.items():
             if peer.stage is Stage.UNKNOWN and rank in self.served:
-                self._node.note_unknown(rank, self.served[rank].transfer)
-        self._digests.close()
+                self._node.note_unknown(rank, self._tickets[rank].transfer)
+        self._workers.stop()
         for one in self.served.values():
             one.close()
 
@@ -220,7 +219,7 @@ class Sending:
         if isinstance(event, ReceiverJoined):
             rank = event.connection.rank
             if self._peers[rank].stage is Stage.EXPECTED:
-                self.served[rank] = Served(event.connection, new_id())
+                self.served[rank] = Served(event.connection)
             if not self._machine.joined(rank, event.join, event.several, now):
                 self._node.put_back(event)
         elif isinstance(event, WrongStep):
@@ -252,16 +251,15 @@ class Sending:
     # Effects of the machine
 
     def offer(self, rank: int, join: m.Join, several: bool) -> str:
-        found = self._node.settle(rank, join.committed)
-        if found is not None:
-            self._settled[rank] = found
+        self._peers[rank].settled = self._node.settle(rank, join.committed)
         try:
             offer = self._make_offer(rank, join, several)
         except Exception as fault:
             return _reason(fault)
         self.send(rank, offer)
-        if offer.likely == "cuda_ipc":
-            self._digests.begin(self._outgoing)
+        if offer.likely == "cuda_ipc" and offer.verify:
+            # Devices hash what lies there: the receiver is likely to ask for it.
+            self._workers.submit(self._outgoing.hash_on_devices)
         return ""
 
     def _make_offer(self, rank: int, join: m.Join, several: bool) -> m.Offer:
@@ -270,9 +268,8 @@ class Sending:
         receiver = r.Receiver(
             rank,
             self._member,
-            one.transfer,
             join,
-            receivers,
+            self._tickets,
             self._options.connections,
             one.connection.send,
             self._inbox.put,
@@ -283,10 +280,10 @@ class Sending:
         if receivers == 1 and not join.parts:  # if it will read, it need not wait for a `Go`
             one.likely = next((name for name, end in one.services.items() if end.is_likely), "")
             if one.likely:
-                go = one.services[one.likely].begin(outgoing, m.Accept(one.likely), r.Hop())
+                go = one.services[one.likely].begin(outgoing, m.Accept(one.likely), r.Link(rank))
         return m.Offer(
             self._record,
-            one.transfer,
+            receiver.transfer,
             outgoing.verify is not False,
             outgoing.cells,
             self._options.route,
@@ -298,16 +295,14 @@ class Sending:
             max(1, cores() // receivers),
         )
 
-    def go(self, link: Link, patience: float) -> str:
+    def go(self, link: r.Link, patience: float) -> str:
         one, accept = self.served[link.rank], self._peers[link.rank].accept
         assert accept is not None
+        one.service, one.asked = one.services[accept.route], set()
         if accept.route == one.likely and accept.reads is None:
-            one.service, one.outgoing = one.services[one.likely], self._outgoing
             return ""
-        one.service = one.services[BY_NAME[accept.route].name]
         try:
-            one.outgoing = self._outgoing_of(accept)
-            data = one.service.begin(one.outgoing, accept, self._hop(link))
+            data = one.service.begin(self._outgoing_of(accept), accept, link)
         except Exception as fault:
             return _reason(fault)
         one.connection.send(m.Go(data, patience))
@@ -318,32 +313,42 @@ class Sending:
         if accept.reads is None:
             return self._outgoing
         reads = decode_reads(accept.reads, self.snapshot.record)
-        return Outgoing(
-            SnapshotPart(self.snapshot, reads), self._member.resources, self._options.verify
-        )
-
-    def _hop(self, link: Link) -> r.Hop:
-        ticket = None
-        if link.downstream is not None:
-            service = self.served[link.downstream].services["tcp"]
-            assert isinstance(service, TcpService)
-            ticket = service.ticket
-        return r.Hop(link.upstream, ticket, link.depth)
+        return Outgoing(SnapshotPart(self.snapshot, reads), self._member, self._options.verify)
 
     def serve(self, rank: int, asked: m.Need | m.Want | m.RouteNote) -> str:
         one = self.served[rank]
-        assert one.service is not None and one.outgoing is not None
+        assert one.service is not None and one.service.outgoing is not None
         try:
             if isinstance(asked, m.RouteNote):
                 one.service.hear(asked.data)
             elif isinstance(asked, m.Need):
                 self.snapshot.check_unchanged()
                 one.service.need(asked.chunks, restart=asked.restart)
-            elif self._digests.want(rank, one.outgoing, asked, one.connection.send):
-                self.snapshot.check_unchanged()  # one did not match
+            else:
+                self._tell_digests(one, one.service.outgoing, asked)
         except (r.RouteFault, RemoteProtocolError) as fault:
             return str(fault)
         return ""
+
+    def _tell_digests(self, one: Served, outgoing: Outgoing, want: m.Want) -> None:
+        """Have workers make the digests that a receiver asks for: each once, and sent at once."""
+        chunks = m.from_ranges(want.chunks, len(outgoing.snapshot.chunks))
+        again = not one.asked.isdisjoint(chunks)
+        one.asked.update(chunks)
+        # A device hashes all that lies there at once.
+        on_gpu = [index for index in chunks if index in outgoing.on_gpu]
+        others = [index for index in chunks if index not in outgoing.on_gpu]
+        size = len(others) // MOST_ANSWERS + 1
+        jobs = [others[at : at + size] for at in range(0, len(others), size)]
+
+        def answer(some: list[int]) -> None:
+            digests = b"".join(map(outgoing.digest, some))
+            one.connection.send(m.Digests(tuple(some), digests))
+
+        for job in [on_gpu, *jobs] if on_gpu else jobs:
+            self._workers.submit(partial(answer, job))
+        if again:
+            self.snapshot.check_unchanged()  # one did not match
 
     def confirm(self, rank: int) -> None:
         self.snapshot.check_unchanged()

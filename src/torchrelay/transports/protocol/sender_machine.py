@@ -28,14 +28,14 @@ continues to feed those behind it.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
-from torchrelay.transports.protocol import fanout
 from torchrelay.transports.protocol.options import SendOptions
 from torchrelay.transports.protocol.peers import OVER, UNDER_WAY, Peer, Stage, join_ends
 from torchrelay.transports.routes.choice import BY_NAME
+from torchrelay.transports.routes.route import Link
 from torchrelay.transports.wire.messages import (
     Abort,
     Accept,
@@ -58,7 +58,7 @@ class Effects(Protocol):
     def offer(self, rank: int, join: Join, several: bool) -> str:
         """Make an offer to a receiver that has joined; why that cannot be done, or nothing."""
 
-    def go(self, link: fanout.Link, patience: float) -> str:
+    def go(self, link: Link, patience: float) -> str:
         """Begin to serve a receiver; why that cannot be done, or nothing."""
 
     def serve(self, rank: int, asked: Need | Want | RouteNote) -> str:
@@ -82,11 +82,9 @@ class SenderMachine:
     peers: dict[int, Peer]
     effects: Effects
     begun: float
-    rerouted: list[int] = field(default_factory=list)
     joining: bool = True
 
     def __post_init__(self) -> None:
-        self._chained: set[int] = set()  # receivers that another one feeds
         # One receiver alone delays no one: the deadline counts for it.
         several = len(self.peers) > 1
         self.patience = min(self.options.window, self.seconds / 4) if several else 0.0
@@ -131,17 +129,12 @@ class SenderMachine:
             peer.give_up(f"did not join within {now - self.begun:.3g} s", late=True)
         for peer in self.among(Stage.OFFERED):
             self.fail(peer, "joined, but did not answer the offer", late=True)
-        waiting = self.among(Stage.ACCEPTED)
-        chained = fanout.by_machine(waiting, _machine)
-        links = fanout.chain([peer.rank for peer in chained])
-        self._chained = {link.rank for link in links if link.upstream is not None}
-        for link in links:
+        for link in chain(self.among(Stage.ACCEPTED)):
             self._go(self.peers[link.rank], link)
 
-    def _go(self, peer: Peer, link: fanout.Link | None = None) -> None:
-        peer.stage = Stage.ACTIVE
-        alone = fanout.Link(peer.rank, None, None, 0)
-        if why := self.effects.go(link or alone, self.patience):
+    def _go(self, peer: Peer, link: Link) -> None:
+        peer.stage, peer.chained = Stage.ACTIVE, link.upstream is not None
+        if why := self.effects.go(link, self.patience):
             self.fail(peer, f"cannot be served: {why}")
 
     # Messages
@@ -184,13 +177,12 @@ class SenderMachine:
             if waits and self.chains and self.joining:
                 peer.stage = Stage.ACCEPTED
             else:
-                self._go(peer)
+                self._go(peer, Link(peer.rank))
 
     def _heard_data(self, peer: Peer, message: Message) -> None:
         if isinstance(message, (Need, Want, RouteNote)):
-            if isinstance(message, Need) and peer.rank in self._chained:
-                self._chained.discard(peer.rank)
-                self.rerouted.append(peer.rank)
+            if isinstance(message, Need):
+                peer.rerouted = peer.rerouted or peer.chained
             if why := self.effects.serve(peer.rank, message):
                 self.fail(peer, why)
         elif isinstance(message, Fetched):
@@ -255,6 +247,12 @@ class SenderMachine:
             self.fail(peer, f"not done after {self.seconds:.3g} s", late=True)
 
 
-def _machine(peer: Peer) -> str:
-    assert peer.join is not None
-    return peer.join.place.machine
+def chain(peers: Sequence[Peer]) -> list[Link]:
+    """Receivers in a row: each passes a chunk on as it arrives, so the bytes leave the sender about
+    once. Receivers of one machine are neighbours, so bytes cross to a machine once; machines are in
+    the order of their first."""
+    machines = {peer.rank: peer.join.place.machine for peer in peers if peer.join is not None}
+    order = list(dict.fromkeys(machines.values()))
+    ranks = sorted(machines, key=lambda rank: order.index(machines[rank]))
+    rows = zip(ranks, [None, *ranks], [*ranks[1:], None], strict=False)
+    return [Link(*row, depth) for depth, row in enumerate(rows)]

@@ -13,7 +13,6 @@ import torch
 from msgspec import Meta
 
 from torchrelay.geometry.runs import Moves, Runs, moves
-from torchrelay.landing.seam import Landing
 from torchrelay.memory.gpu import kernels
 from torchrelay.memory.gpu.side import side_stream
 from torchrelay.transports.routes import route as r
@@ -82,8 +81,9 @@ class CudaService(MemoryService):
         self.is_likely = bool(receiver.join.place.devices)
         return m.write(facts)
 
-    def begin(self, outgoing: Outgoing, accept: m.Accept, hop: r.Hop) -> bytes:
-        self._outgoing = outgoing
+    def begin(self, outgoing: Outgoing, accept: m.Accept, link: r.Link) -> bytes:
+        self._close_ring()  # of an earlier acceptance
+        self.outgoing = outgoing
         known = self._exported
         try:
             exported = known[1] if known and known[0] is outgoing else _export(outgoing)
@@ -98,7 +98,7 @@ def _export(outgoing: Outgoing) -> Exported:
     device = outgoing.device
     if not len(device.starts):
         raise IpcError(_NONE)
-    return outgoing.resources.of(Exports).of(device)
+    return outgoing.member.resources.of(Exports).of(device)
 
 
 class CudaFetch(MemoryFetch):
@@ -111,20 +111,19 @@ class CudaFetch(MemoryFetch):
         self._open = ExitStack()  # the sender's memory
         self._opened: Sources = {}
 
-    def run(self, go: bytes, landing: Landing, patience: float) -> None:
+    def run(self, go: bytes, patience: float) -> None:
         table = m.read_as(DeviceTable, go)
         openings = self._incoming.member.resources.of(Openings)
         exported = Exported(table.exports, table.device)
         try:
-            opening = openings.borrowed(self._talk.sender, exported, landing.chunks.stream_bytes)
+            opening = openings.borrowed(self._talk.sender, exported, self._chunks.stream_bytes)
             self._opened = self._open.enter_context(opening)
         except IpcError as fault:
             raise self._wrong(str(fault)) from fault
         stretches = Runs.merged(*(runs.stretches for runs in self._opened.values()))
-        self._on_gpu = self._incoming.on_gpu(landing)
         hashed = frozenset(self._on_gpu) if self._digests else None
-        self._plan(table.memory, landing, stretches, table.strays, hashed)
-        super(MemoryFetch, self).run(go, landing, patience)
+        self._plan(table.memory, stretches, table.strays, hashed)
+        super(MemoryFetch, self).run(go, patience)
 
     def _compared(self) -> list[int]:
         return [*super()._compared(), *(self._paths.opened if self._digests else ())]
@@ -187,7 +186,7 @@ def _fetch(facts: bytes, incoming: r.Incoming) -> CudaFetch | r.Unavailable:
     device = m.read_as(DeviceFacts, facts)
     if why := place.apart(place.here(), device.memory.place) or device.no_exports:
         return r.Unavailable(why)
-    if not incoming.on_device:
+    if not incoming.landing.on_device:
         return r.Unavailable("the destination is in host memory")
     found = reach(device.memory, incoming)
     if isinstance(found, r.Unavailable):

@@ -18,7 +18,6 @@ from typing import Any
 import msgspec
 import torch
 
-from torchrelay.landing.seam import Landing
 from torchrelay.memory import threads, vectors
 from torchrelay.memory.gpu.kernels import digest_of
 from torchrelay.memory.gpu.side import on_side_stream
@@ -79,8 +78,7 @@ class GroupService(r.RouteService):
     """Sends chunks in order, and again those that the receiver asks for."""
 
     def __init__(self, receiver: r.Receiver) -> None:
-        self._receiver = receiver
-        self._outgoing: Outgoing | None = None
+        super().__init__(receiver)
         self._device = "cpu"
         self._over = False
         self._asked = 0
@@ -96,18 +94,18 @@ class GroupService(r.RouteService):
         self._device = found[0]
         return m.write(GroupFacts(found[0]))
 
-    def begin(self, outgoing: Outgoing, accept: m.Accept, hop: r.Hop) -> bytes:
-        self._outgoing = outgoing
+    def begin(self, outgoing: Outgoing, accept: m.Accept, link: r.Link) -> bytes:
+        self.outgoing, self._asked = outgoing, 0
         self.need(range(len(outgoing.snapshot.chunks)), restart=False)
         return b""
 
     def need(self, chunks: Sequence[int], *, restart: bool) -> None:
-        assert self._outgoing is not None
-        count = len(self._outgoing.snapshot.chunks)
+        assert self.outgoing is not None
+        count = len(self.outgoing.snapshot.chunks)
         self._asked += len(chunks)
         if max(chunks, default=0) >= count or self._asked > (r.RETRIES + 2) * count:
             raise r.RouteFault("asked for chunks that do not exist, or again and again")
-        job = partial(self._send, self._outgoing, list(chunks))
+        job = partial(self._send, self.outgoing, list(chunks))
         self._sending.append(threads.run(job, "worker"))
 
     def _send(self, outgoing: Outgoing, chunks: list[int]) -> None:
@@ -152,9 +150,9 @@ class GroupFetch(ReadingFetch):
         self._over = False
         self._receiving: list[threads.Running] = []
 
-    def run(self, go: bytes, landing: Landing, patience: float) -> None:
-        landing.places().host  # noqa: B018  # made here, not by the thread that writes to it
-        super().run(go, landing, patience)
+    def run(self, go: bytes, patience: float) -> None:
+        self.landing.places().host  # noqa: B018  # made here, not by the thread that writes to it
+        super().run(go, patience)
 
     def _begin(self) -> None:
         self._receive(list(range(len(self._chunks))))

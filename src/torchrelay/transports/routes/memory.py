@@ -18,8 +18,6 @@ from msgspec import Meta
 
 from torchrelay.errors import PeerLostError
 from torchrelay.geometry.runs import Moves, Runs, moves
-from torchrelay.landing.places import Places
-from torchrelay.landing.seam import Landing
 from torchrelay.memory.gpu.side import in_use
 from torchrelay.memory.vectors import Batch, OtherMemoryError, batches, copy, read
 from torchrelay.record.digest import RollingDigest
@@ -42,6 +40,7 @@ from torchrelay.transports.routes.reading import ReadDone, ReadingFetch
 from torchrelay.transports.wire import messages as m
 
 IN_CACHE = 1 << 20  # bytes that are read and then hashed
+BUFFER_BYTES = 512 << 20  # of all threads that read, at most, unless one takes more
 _ZEROS = np.zeros(64 << 10, np.uint8)
 _to_sender: msgspec.msgpack.Decoder[NeedsRing | Fill] = msgspec.msgpack.Decoder(NeedsRing | Fill)
 _to_receiver: msgspec.msgpack.Decoder[Ring | Fill] = msgspec.msgpack.Decoder(Ring | Fill)
@@ -74,11 +73,8 @@ class MemoryTable(msgspec.Struct, array_like=True, frozen=True):
 class MemoryService(r.RouteService):
     """Says where the bytes lie, and keeps them there."""
 
-    def __init__(self, receiver: r.Receiver) -> None:
-        self._receiver = receiver
-        self._proof: place.Proof | None = None
-        self._outgoing: Outgoing | None = None
-        self._ring: RingFiller | None = None
+    _proof: place.Proof | None = None
+    _ring: RingFiller | None = None
 
     def offer(self, outgoing: Outgoing) -> bytes | r.Unavailable:
         return m.write(self.facts(outgoing))
@@ -97,15 +93,16 @@ class MemoryService(r.RouteService):
         self.is_likely = True
         return MemoryFacts(here, process.beacon, process.fd, outgoing.verify is True)
 
-    def begin(self, outgoing: Outgoing, accept: m.Accept, hop: r.Hop) -> bytes:
-        self._outgoing = outgoing
+    def begin(self, outgoing: Outgoing, accept: m.Accept, link: r.Link) -> bytes:
+        self._close_ring()  # of an earlier acceptance
+        self.outgoing = outgoing
         return m.write(self.table(outgoing))
 
     def table(self, outgoing: Outgoing) -> MemoryTable:
         return MemoryTable(outgoing.host, m.to_ranges(list(outgoing.apart)))
 
     def hear(self, data: bytes) -> None:
-        if self._outgoing is None:
+        if self.outgoing is None:
             raise r.RouteFault("said something before the data began")
         said = m.read_by(_to_sender, data)
         if isinstance(said, Fill):
@@ -116,8 +113,9 @@ class MemoryService(r.RouteService):
         if self._ring is not None:
             raise r.RouteFault("asked for a second ring")
         try:
-            rings, report = self._outgoing.resources.of(SharedRings), self._receiver.report
-            self._ring = RingFiller(self._outgoing.snapshot, rings, self._say, report)
+            rings = self._receiver.member.resources.of(SharedRings)
+            snapshot, report = self.outgoing.snapshot, self._receiver.report
+            self._ring = RingFiller(snapshot, rings, self._say, report)
         except MemoryError as fault:
             raise r.RouteFault(f"no memory for a ring: {fault}") from fault
         self._say(self._ring.record)
@@ -125,11 +123,15 @@ class MemoryService(r.RouteService):
     def _say(self, record: Ring | Fill) -> None:
         self._receiver.send(m.RouteNote(m.write(record)))
 
-    def close(self) -> None:
+    def _close_ring(self) -> None:
         ring, self._ring = self._ring, None
         if ring is not None:
             ring.close()
-            self.wire_bytes, self.messages = ring.filled_bytes, ring.fills
+            self.wire_bytes += ring.filled_bytes
+            self.messages += ring.fills
+
+    def close(self) -> None:
+        self._close_ring()
         if self._proof is not None:
             self._proof.close()
 
@@ -165,25 +167,24 @@ class MemoryFetch(ReadingFetch):
     """Reads the sender's memory, or has chunks put into the ring."""
 
     _sources: Runs
-    _places: Places
     _paths: ChunkPaths
 
     def __init__(self, incoming: r.Incoming, reachable: Reachable) -> None:
         super().__init__(incoming, verify=reachable.facts.verify)
         self._facts, self._reads = reachable
+        self._places = self.landing.places()
         self._rings = incoming.member.resources.of(MappedRings)
         self._ring: MappedRing | None = None
         self._unfilled: list[int] = []  # chunks to ask for
         self._asked: dict[int, int] = {}  # by slot, the chunk that it was asked for
 
-    def run(self, go: bytes, landing: Landing, patience: float) -> None:
-        self._plan(m.read_as(MemoryTable, go), landing)
-        super().run(go, landing, patience)
+    def run(self, go: bytes, patience: float) -> None:
+        self._plan(m.read_as(MemoryTable, go))
+        super().run(go, patience)
 
     def _plan(
         self,
         table: MemoryTable,
-        landing: Landing,
         exported: Runs | None = None,
         strays: m.ChunkRanges = (),
         hashed: frozenset[int] | None = None,
@@ -191,8 +192,7 @@ class MemoryFetch(ReadingFetch):
         """Find the path of each chunk. `exported`: bytes in device memory that is open here;
         `strays`: chunks that have other bytes too; `hashed`: those that a device can hash, if it
         should. `RemoteProtocolError` for memory that cannot be."""
-        chunks, count = landing.chunks, len(landing.chunks)
-        self._places = landing.places()
+        chunks, count = self._chunks, len(self._chunks)
         try:
             self._sources = Runs.unpack(table.host, chunks.stream_bytes)
         except ValueError as fault:
@@ -206,7 +206,7 @@ class MemoryFetch(ReadingFetch):
             most = max(1, most - 1)
         if self._paths.buffered:
             # Each thread has a buffer of its own.
-            most = min(most, max(1, self._buffers.limit // max(self._chunks.sizes)))
+            most = min(most, max(1, BUFFER_BYTES // max(self._chunks.sizes)))
         return most
 
     def _compared(self) -> list[int]:
@@ -296,18 +296,14 @@ class MemoryFetch(ReadingFetch):
         """By way of a buffer, for what does not land in host memory as it comes."""
         begin, size = self._chunks.offsets[chunk], self._chunks.sizes[chunk]
         pinned = len(self._places.device.starts) > 0
-        buffer = self._buffers.take(max(self._chunks.sizes), pinned=pinned)
-        try:
-            data = buffer[:size]
-            whole = Runs([begin], [data.data_ptr()], [size])
-            parts = batches(moves(self._sources, whole))
-            if sum(part.nbytes for part in parts) < size:
-                ctypes.memset(data.data_ptr(), 0, size)  # alignment leaves gaps, which are zeros
-            for part in parts:
-                read(self._facts.place.pid, part)
-            self._land(chunk, data)
-        finally:
-            self._buffers.give(buffer)
+        data = self._incoming.member.buffer(max(self._chunks.sizes), pinned=pinned)[:size]
+        whole = Runs([begin], [data.data_ptr()], [size])
+        parts = batches(moves(self._sources, whole))
+        if sum(part.nbytes for part in parts) < size:
+            ctypes.memset(data.data_ptr(), 0, size)  # alignment leaves gaps, which are zeros
+        for part in parts:
+            read(self._facts.place.pid, part)
+        self._land(chunk, data)
         return ReadDone(size)
 
     # Through the ring

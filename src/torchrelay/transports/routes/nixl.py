@@ -25,7 +25,6 @@ import numpy as np
 import torch
 
 from torchrelay.geometry.runs import Moves, Runs, moves
-from torchrelay.landing.seam import Landing
 from torchrelay.memory import threads, vectors
 from torchrelay.memory.gpu.side import on_side_stream
 from torchrelay.memory.host import host_block
@@ -146,6 +145,7 @@ class NixlService(r.RouteService):
     """Registers the memory of a state, and says where it is."""
 
     def __init__(self, receiver: r.Receiver) -> None:
+        super().__init__(receiver)
         self._registered: tuple[Agent, Any] | None = None
         self._staged: torch.Tensor | None = None
         self._closed = threading.Event()
@@ -155,7 +155,8 @@ class NixlService(r.RouteService):
         agent = agent_here()
         return agent if isinstance(agent, r.Unavailable) else b""
 
-    def begin(self, outgoing: Outgoing, accept: m.Accept, hop: r.Hop) -> bytes:
+    def begin(self, outgoing: Outgoing, accept: m.Accept, link: r.Link) -> bytes:
+        self.outgoing = outgoing
         agent, memory = agent_here(), self._memory(outgoing)
         if isinstance(agent, r.Unavailable):
             raise r.RouteFault(agent.because)
@@ -218,17 +219,17 @@ class NixlFetch(ReadingFetch):
         self._stopped = False
         self._idle: list[tuple[torch.Tensor, Any]] = []  # buffers that are registered
 
-    def run(self, go: bytes, landing: Landing, patience: float) -> None:
+    def run(self, go: bytes, patience: float) -> None:
         table = m.read_as(NixlTable, go)
-        landing.places().host  # noqa: B018  # made here, not by the threads that write to it
+        self.landing.places().host  # noqa: B018  # made here, not by the threads that write to it
         try:
-            self._sources = Runs.unpack(table.memory, landing.chunks.stream_bytes)
+            self._sources = Runs.unpack(table.memory, self._chunks.stream_bytes)
             self._peer = self._agent.meet(table.agent) if len(self._sources.starts) else ""
         except ValueError as fault:
             raise self._wrong(str(fault)) from None
         except NixlError as fault:
             raise self._lost(fault) from fault
-        super().run(go, landing, patience)
+        super().run(go, patience)
 
     def _read_again(self, chunks: list[int]) -> None:
         for chunk in chunks:

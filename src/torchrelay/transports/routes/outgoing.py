@@ -20,14 +20,14 @@ from torchrelay.memory.gpu.device_chunks import DeviceChunks
 from torchrelay.memory.gpu.kernels import Tables, digest_of
 from torchrelay.memory.gpu.side import in_use, on_side_stream
 from torchrelay.plan.snapshot import Sendable
-from torchrelay.transports.resources import Resources
+from torchrelay.transports.resources import Member
 
 
 class Outgoing:
     """A state that is sent, or the parts of it that a receiver asked for. Threads may share it."""
 
-    def __init__(self, snapshot: Sendable, resources: Resources, verify: bool | None) -> None:
-        self.snapshot, self.resources, self.verify = snapshot, resources, verify
+    def __init__(self, snapshot: Sendable, member: Member, verify: bool | None) -> None:
+        self.snapshot, self.member, self.verify = snapshot, member, verify
         self._stream, self._chunks = snapshot.stream, snapshot.chunks
         self._digests: dict[int, bytes] = {}
         self._device_lock = threading.Lock()
@@ -126,7 +126,7 @@ class Outgoing:
         """Have GPUs make the digests of all chunks that lie there."""
         with self._device_lock:
             if not self._hashed_there:
-                tables = self.resources.of(Tables) if self.from_gpu else None
+                tables = self.member.resources.of(Tables) if self.from_gpu else None
                 for index, digest in self.on_gpu.digests(self.on_gpu, tables).items():
                     self._digests.setdefault(index, digest)
                 self._hashed_there = True
@@ -138,12 +138,8 @@ class Outgoing:
         if data is not None:
             yield data
             return
-        buffers = self.resources.buffers
-        buffer = buffers.take(max(self._chunks.sizes), pinned=self.from_gpu)
-        try:
-            data = buffer[: self._chunks.sizes[index]]
-            with on_side_stream():
-                self.snapshot.read(index, data, vectors.copy)
-            yield data
-        finally:
-            buffers.give(buffer)
+        buffer = self.member.buffer(max(self._chunks.sizes), pinned=self.from_gpu)
+        data = buffer[: self._chunks.sizes[index]]
+        with on_side_stream():
+            self.snapshot.read(index, data, vectors.copy)
+        yield data

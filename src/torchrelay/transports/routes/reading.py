@@ -8,13 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
 from torchrelay.errors import RemoteProtocolError
 from torchrelay.geometry import DIGEST_BYTES
-from torchrelay.landing.seam import Landing
 from torchrelay.memory.gpu.side import on_side_stream
 from torchrelay.memory.pool import cores
 from torchrelay.record.digest import digest
@@ -34,20 +32,18 @@ class ReadDone:
 class ReadingFetch(RouteFetch):
     """Runs until every byte is in its place, and has the digest that the sender tells."""
 
-    landing: Landing
-    _progress: FetchProgress
-
     def __init__(self, incoming: Incoming, *, verify: bool) -> None:
         self._incoming, self._talk = incoming, incoming.conversation
+        self.landing, self._chunks = incoming.landing, incoming.landing.chunks
+        self._progress = FetchProgress(incoming)
         self._verify = self.verified = verify
-        self._buffers = incoming.member.resources.buffers
         self._cells = incoming.offer.cells
         self._workers: Workers | None = None
         self._outstanding = 0
         self._mine: dict[int, bytes] = {}  # digests of what was read
         self._theirs: dict[int, bytes] = {}
         self._untold: set[int] = set()  # chunks whose digests the sender was asked for
-        self._on_gpu: Any = None  # chunks that a GPU can hash
+        self._on_gpu = incoming.on_gpu()
 
     # For routes to implement
 
@@ -77,13 +73,9 @@ class ReadingFetch(RouteFetch):
 
     # The phase
 
-    def run(self, go: bytes, landing: Landing, patience: float) -> None:
-        self.landing, self._chunks = landing, landing.chunks
-        self._progress = FetchProgress(self._incoming, landing)
-        if self._on_gpu is None:
-            self._on_gpu = self._incoming.on_gpu(landing)
+    def run(self, go: bytes, patience: float) -> None:
         most = max(1, min(self._incoming.offer.threads, cores()))
-        self._workers = Workers(self._threads(most))
+        self._workers = Workers(self._threads(most), self._talk.inbox.put)
         self._want(self._compared())
         self._begin()
         self._wait()
@@ -117,15 +109,8 @@ class ReadingFetch(RouteFetch):
     def _submit(self, job: Callable[[], ReadDone], *, counted: bool = False) -> None:
         """Have a worker do a job; `counted`: it is outstanding already."""
         assert self._workers is not None
-
-        def run() -> None:
-            try:
-                self._talk.inbox.put(job())
-            except Exception as fault:
-                self._talk.inbox.put(fault)
-
         self._outstanding += not counted
-        self._workers.submit(run)
+        self._workers.submit(lambda: self._talk.inbox.put(job()))
 
     def _wait(self) -> None:
         """Returns when everything that was asked for is here."""

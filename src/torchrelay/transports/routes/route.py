@@ -12,7 +12,7 @@ sender keeps them where they are. On the others the sender pushes chunks.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -43,12 +43,13 @@ class RouteFault(Exception):
 # The sender's end
 
 
-class Hop(NamedTuple):
-    """A receiver's place in a chain: the rank that feeds it (None: the sender), the receiver that
-    it feeds, and how many are before it."""
+class Link(NamedTuple):
+    """A receiver, the one that feeds it (None: the sender), the one that it feeds, and how many are
+    before it."""
 
+    rank: int
     upstream: int | None = None
-    downstream: DataTicket | None = None
+    downstream: int | None = None
     depth: int = 0
 
 
@@ -58,12 +59,15 @@ class Receiver:
 
     rank: int
     member: Member  # the sender
-    transfer: bytes
     join: Join
-    receivers: int  # of the send, in all
+    tickets: Mapping[int, DataTicket]  # by rank, of all receivers of the send
     connections: int
     send: Callable[[Message], None]
     report: Callable[[object], None]  # what workers have done, to the loop of the send
+
+    @property
+    def transfer(self) -> bytes:
+        return self.tickets[self.rank].transfer
 
 
 @dataclass(frozen=True)
@@ -82,11 +86,15 @@ class RouteService:
     connections = 0
     is_likely = False  # after `offer`: the receiver will probably take this route
 
+    def __init__(self, receiver: Receiver) -> None:
+        self._receiver = receiver
+        self.outgoing: Outgoing | None = None  # what is served
+
     def offer(self, outgoing: Outgoing) -> bytes | Unavailable:
         """The facts by which the receiver decides whether to take the route."""
         return b""
 
-    def begin(self, outgoing: Outgoing, accept: Accept, hop: Hop) -> bytes:
+    def begin(self, outgoing: Outgoing, accept: Accept, link: Link) -> bytes:
         """Serve these bytes from now on; returns what the receiver's end needs. `RouteFault` if
         that cannot be done."""
         raise NotImplementedError
@@ -98,6 +106,11 @@ class RouteService:
     def hear(self, data: bytes) -> None:
         """A message of the receiver's end. `RemoteProtocolError` if it makes no sense."""
         raise RouteFault("said something that its route does not understand")
+
+    @property
+    def stuck_since(self) -> float | None:
+        """When the last bytes left, if there are chunks that have not left yet."""
+        return None
 
     def close(self) -> None:
         """The receiver is not served any more: nothing of the state is read for it after this."""
@@ -116,15 +129,21 @@ class Incoming:
     member: Member  # the receiver
     connections: int
     progress: Callable[[int, int], None]
-    on_device: bool  # some of it goes to a device
-    named: Callable[[int, int], str] = lambda start, stop: f"bytes {start} to {stop}"
+    landing: Landing
+    named: Callable[[int, int], str] | None = None  # the tensors of bytes, if it is all of a state
 
-    def on_gpu(self, landing: Landing) -> DeviceChunks:
+    @property
+    def pins(self) -> bool:
+        """Whether buffers are pinned: chunks are copied from them to a GPU."""
+        return self.landing.on_device and in_use()
+
+    def on_gpu(self) -> DeviceChunks:
         """The chunks that a GPU can hash where they land."""
+        chunks = self.landing.chunks
         if not (self.offer.cells and in_use()):
-            return DeviceChunks(landing.chunks, Runs([], [], []))
-        places = landing.places()
-        return DeviceChunks(landing.chunks, places.device, places.indirect)
+            return DeviceChunks(chunks, Runs([], [], []))
+        places = self.landing.places()
+        return DeviceChunks(chunks, places.device, places.indirect)
 
 
 class RouteFetch:
@@ -136,7 +155,7 @@ class RouteFetch:
     messages = 0
     connections = 0
 
-    def run(self, go: bytes, landing: Landing, patience: float) -> None:
+    def run(self, go: bytes, patience: float) -> None:
         """Returns when every byte is in its place, and verified if it should be."""
         raise NotImplementedError
 
@@ -151,8 +170,8 @@ class FetchProgress:
     """Bytes done, for the caller's progress function and for errors; and chunks that are fetched
     again."""
 
-    def __init__(self, incoming: Incoming, landing: Landing) -> None:
-        self._incoming, self._chunks = incoming, landing.chunks
+    def __init__(self, incoming: Incoming) -> None:
+        self._incoming, self._chunks = incoming, incoming.landing.chunks
         self._done = 0
         self._tries: dict[int, int] = {}
         self._note()
@@ -173,9 +192,10 @@ class FetchProgress:
         self._tries[index] = self._tries.get(index, 0) + 1
         if self._tries[index] > RETRIES:
             talk, begin = self._incoming.conversation, self._chunks.offsets[index]
-            named = self._incoming.named(begin, begin + self._chunks.sizes[index])
+            end, named = begin + self._chunks.sizes[index], self._incoming.named
+            held = f"bytes {begin} to {end}" if named is None else named(begin, end)
             raise DigestError(
-                f"chunk {index} with {named}, after {RETRIES} more tries, does not have the digest "
+                f"chunk {index} with {held}, after {RETRIES} more tries, does not have the digest "
                 "it was sent with: was the state changed while it was sent?",
                 rank=talk.sender,
                 step=talk.step,

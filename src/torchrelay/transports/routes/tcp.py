@@ -11,6 +11,7 @@ import socket
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
+from functools import partial
 from typing import Annotated
 
 import msgspec
@@ -18,22 +19,20 @@ import torch
 from msgspec import Meta
 
 from torchrelay.errors import RelayError
-from torchrelay.landing.seam import Landing
 from torchrelay.memory.pool import cores
 from torchrelay.transports.meeting.node import DataTicket
 from torchrelay.transports.routes import route as r
 from torchrelay.transports.routes.outgoing import Outgoing
 from torchrelay.transports.streams.chunk_receiver import (
-    ChunkArrivals,
     ChunkArrived,
     ChunkDamaged,
     ChunkReceiver,
+    Feed,
     FeedLost,
 )
 from torchrelay.transports.streams.chunk_sender import MAX_CONNECTIONS, ChunkSender, FeedBroken
 from torchrelay.transports.streams.sockets import DataSocket
 from torchrelay.transports.wire import messages as m
-from torchrelay.transports.wire.handshake import new_key
 
 CONNECTION_BYTES = 8 << 20  # of a state, for which one more connection is worth making
 FORWARDED = 4  # chunks in buffers that wait to be passed on
@@ -67,32 +66,33 @@ class TcpService(r.RouteService):
     """Feeds a receiver; or only what it asks for, if another receiver feeds it."""
 
     def __init__(self, receiver: r.Receiver) -> None:
-        self._receiver = receiver
-        self.ticket = DataTicket(receiver.transfer, new_key())
+        super().__init__(receiver)
         self._stack = ExitStack()
-        self._outgoing: Outgoing | None = None
         self._feed: ChunkSender | None = None
         self._count = self._asked = self._restarts = 0
 
-    def begin(self, outgoing: Outgoing, accept: m.Accept, hop: r.Hop) -> bytes:
+    def begin(self, outgoing: Outgoing, accept: m.Accept, link: r.Link) -> bytes:
         chunks = outgoing.snapshot.chunks
         wanted = m.read_as(TcpAnswer, accept.answer).connections
         worth = -(-chunks.stream_bytes // CONNECTION_BYTES)
         count = max(1, min(wanted, self._receiver.connections, worth, MAX_CONNECTIONS))
         self.close()  # of an earlier acceptance
-        self._outgoing, self._count, self._restarts = outgoing, len(chunks), 0
-        self._start([] if hop.upstream is not None else range(self._count))
-        downstream = None if hop.downstream is None else hop.downstream[:2]
-        return m.write(TcpGo(self.ticket.key, count, hop.upstream, hop.depth, downstream))
+        self.outgoing, self._count = outgoing, len(chunks)
+        self._asked = self._restarts = 0
+        self._start([] if link.upstream is not None else range(self._count))
+        tickets = self._receiver.tickets
+        downstream = None if link.downstream is None else tickets[link.downstream][:2]
+        key = tickets[link.rank].key
+        return m.write(TcpGo(key, count, link.upstream, link.depth, downstream))
 
     def _start(self, chunks: Sequence[int]) -> None:
-        outgoing = self._outgoing
+        outgoing, receiver = self.outgoing, self._receiver
         assert outgoing is not None
         hashed = outgoing.note_digest if outgoing.hashes else None
-        self._feed = ChunkSender(outgoing.borrow, self._receiver.report, hashed)
+        self._feed = ChunkSender(outgoing.borrow, receiver.report, hashed)
         self._feed.put(chunks)
-        ticket = self.ticket._replace(broken=self._restarts)
-        self._stack.enter_context(self._receiver.member.node.expect(ticket, _add_to(self._feed)))
+        ticket = receiver.tickets[receiver.rank]._replace(broken=self._restarts)
+        self._stack.enter_context(receiver.member.node.expect(ticket, _add_to(self._feed)))
 
     def need(self, chunks: Sequence[int], *, restart: bool) -> None:
         self._asked += len(chunks)
@@ -110,7 +110,6 @@ class TcpService(r.RouteService):
 
     @property
     def stuck_since(self) -> float | None:
-        """When the last bytes left, if there are chunks that have not left yet."""
         return self._feed.moved_at if self._feed is not None and self._feed.unsent else None
 
     def close(self) -> None:
@@ -130,41 +129,39 @@ def _add_to(feed: ChunkSender) -> Callable[[socket.socket], None]:
 class TcpFetch(r.RouteFetch):
     """Takes chunks from its upstream, passes them on, and asks the sender for what it lacks."""
 
-    _landing: Landing
-    _arrivals: ChunkArrivals
+    _chunks: ChunkReceiver
     _go: TcpGo
-    _progress: r.FetchProgress
 
     def __init__(self, incoming: r.Incoming) -> None:
         self._incoming, self._talk = incoming, incoming.conversation
+        self._progress = r.FetchProgress(incoming)
         self.verified = incoming.offer.verify
         self.answer = m.write(TcpAnswer(max(1, incoming.connections)))
         self._stack = ExitStack()
-        self._feeds: list[ChunkReceiver] = []
-        self._upstream: ChunkReceiver | None = None  # that is not the sender
-        self._direct: ChunkReceiver | None = None  # the sender
+        self._feeds: list[Feed] = []
+        self._upstream: Feed | None = None  # that is not the sender
+        self._direct: Feed | None = None  # the sender
         self._downstream: ChunkSender | None = None
         self._passing: dict[int, ChunkArrived] = {}  # chunks for the next receiver of the chain
         self._broken = 0  # times that connections to the sender broke
-        self._expected = 0  # chunks that have yet to arrive, and be passed on
+        self._expected = len(incoming.landing.chunks)  # chunks that have yet to arrive
         self._patience = 0.0
         self._arrived_at = time.monotonic()
 
     # The phase
 
-    def run(self, go: bytes, landing: Landing, patience: float) -> None:
-        self._go, self._landing, self._patience = m.read_as(TcpGo, go), landing, patience
+    def run(self, go: bytes, patience: float) -> None:
+        self._go, self._patience = m.read_as(TcpGo, go), patience
         chain = self._go.downstream is not None
-        self._arrivals = ChunkArrivals(
-            landing,
-            self._incoming.on_gpu(landing),
-            self._incoming.member.resources.buffers,
+        self._chunks = ChunkReceiver(
+            self._incoming.landing,
+            self._incoming.on_gpu(),
+            partial(self._incoming.member.buffer, pinned=self._incoming.pins),
+            self._talk.inbox.put,
             verify=self.verified,
             cells=self._incoming.offer.cells,
             keep=FORWARDED * self._go.connections if chain else 0,
         )
-        self._progress = r.FetchProgress(self._incoming, landing)
-        self._expected = len(landing.chunks)
         if not self._expected:
             return
         if self._go.downstream is not None:
@@ -179,27 +176,25 @@ class TcpFetch(r.RouteFetch):
             self._handle(self._talk.next("data", TICK if self._patience else float("inf")))
             self._look_around()
 
-    def _connect(self, rank: int) -> ChunkReceiver:
+    def _connect(self, rank: int) -> Feed:
         """Data connections to a process that feeds this one."""
         talk, node = self._talk, self._talk.node
         identity = node.directory.find(rank, talk.deadline)
         ticket = DataTicket(self._incoming.offer.transfer, self._go.key, self._broken)
-        feed = ChunkReceiver(self._arrivals, talk.inbox.put)
 
         def connect(over: Callable[[], bool]) -> DataSocket:
             return DataSocket(node.connect_data(identity, ticket, talk.deadline, over))
 
-        feed.connect(connect, self._go.connections)
-        self._feeds.append(feed)
-        self.connections = max(self.connections, feed.connections)
+        self.connections = self._go.connections
         self._arrived_at = time.monotonic()
-        return feed
+        self._feeds.append(Feed(self._chunks, connect, self.connections))
+        return self._feeds[-1]
 
     def _handle(self, event: object) -> None:
         if isinstance(event, ChunkArrived):
             self._arrived(event)
         elif isinstance(event, ChunkDamaged):
-            self.wire_bytes += self._landing.chunks.sizes[event.index]
+            self.wire_bytes += self._incoming.landing.chunks.sizes[event.index]
             self._progress.retry(event.index)
             self._ask([event.index])
         elif isinstance(event, Exception):
@@ -220,7 +215,7 @@ class TcpFetch(r.RouteFetch):
             self._passing[chunk.index] = chunk
             self._downstream.put([chunk.index])
         else:
-            self._arrivals.give(chunk.buffer)
+            self._chunks.let_go(chunk.buffered)
         self._progress.add(chunk.data.numel())
 
     def _ask(self, chunks: list[int]) -> None:
@@ -233,21 +228,21 @@ class TcpFetch(r.RouteFetch):
     # Losses
 
     def _feed_lost(self, event: FeedLost) -> None:
-        if event.receiver is self._upstream:
+        if event.feed is self._upstream:
             self._leave_upstream()
-        elif event.receiver is self._direct:
+        elif event.feed is self._direct:
             self._broken += 1
             self._direct.close()
             self._direct = None
             if self._broken > r.RETRIES:
                 raise self._talk.lost(event.reason)
-            self._ask(sorted(self._arrivals.missing))
+            self._ask(sorted(self._chunks.missing))
 
     def _leave_upstream(self) -> None:
         upstream, self._upstream = self._upstream, None
         if upstream is not None:
             upstream.close()
-            self._ask(sorted(self._arrivals.missing))
+            self._ask(sorted(self._chunks.missing))
 
     def _look_around(self) -> None:
         """Leave an upstream that sends nothing, and a downstream that takes nothing. Those behind
@@ -256,7 +251,7 @@ class TcpFetch(r.RouteFetch):
             return
         now = time.monotonic()
         starved_at = self._arrived_at + self._patience * (1 + self._go.depth / 2)
-        if self._upstream is not None and self._arrivals.missing and now > starved_at:
+        if self._upstream is not None and self._expected and now > starved_at:
             self._leave_upstream()
         down = self._downstream
         if down is not None and down.unsent and now > down.moved_at + self._patience / 2:
@@ -271,7 +266,7 @@ class TcpFetch(r.RouteFetch):
         try:
             yield chunk.data, chunk.digest
         finally:
-            self._arrivals.give(chunk.buffer)
+            self._chunks.let_go(chunk.buffered)
 
     def _stop_feeding(self) -> None:
         """The next receiver notices that its connections are closed, and asks the sender."""
@@ -279,7 +274,7 @@ class TcpFetch(r.RouteFetch):
         if down is not None:
             down.close()
             while self._passing:
-                self._arrivals.give(self._passing.popitem()[1].buffer)
+                self._chunks.let_go(self._passing.popitem()[1].buffered)
 
     def finish(self) -> None:
         """Let the next receiver have the last chunks."""
@@ -293,8 +288,8 @@ class TcpFetch(r.RouteFetch):
 
     def close(self) -> None:
         self._stack.close()
-        if hasattr(self, "_arrivals"):  # it has begun
-            self._arrivals.stop()
+        if hasattr(self, "_chunks"):  # it has begun
+            self._chunks.stop()
         for feed in self._feeds:
             feed.close()
         self._stop_feeding()

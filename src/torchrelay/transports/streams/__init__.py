@@ -1,1 +1,1 @@
-"""Chunks over data connections, and the threads and buffers that they take."""
+"""Chunks over data connections, and the threads that move them."""

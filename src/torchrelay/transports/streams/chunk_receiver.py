@@ -18,20 +18,19 @@ from torchrelay.landing.seam import Landing
 from torchrelay.memory import threads
 from torchrelay.memory.gpu.device_chunks import DeviceChunks
 from torchrelay.memory.gpu.kernels import digest_of
-from torchrelay.memory.gpu.side import in_use, on_side_stream
+from torchrelay.memory.gpu.side import on_side_stream
 from torchrelay.memory.host import at_address
-from torchrelay.transports.streams.buffers import BufferPool
 from torchrelay.transports.streams.sockets import END, DataSocket
 
 
 @dataclass(frozen=True)
 class ChunkArrived:
     """A chunk is in its place, and has the digest that it was sent with. `data` has its bytes, for
-    the next receiver of a chain; `buffer` must be given back after that."""
+    the next receiver of a chain; `ChunkReceiver.let_go` must be called after that."""
 
     index: int
     data: torch.Tensor
-    buffer: torch.Tensor | None
+    buffered: bool  # it came by way of a buffer
     digest: bytes
 
 
@@ -46,94 +45,108 @@ class ChunkDamaged:
 class FeedLost:
     """No more chunks come from this process."""
 
-    receiver: ChunkReceiver
+    feed: Feed
     reason: str
 
 
 Connect = Callable[[Callable[[], bool]], DataSocket]  # unless the transfer is over
 
 
-class ChunkArrivals:
-    """The outstanding chunks of one transfer, and their memory; shared by its connections."""
+class ChunkReceiver:
+    """The chunks of one transfer, and their memory. Feeds report `ChunkArrived`, `ChunkDamaged`,
+    `FeedLost`, and faults of this process."""
 
     def __init__(
         self,
         landing: Landing,
         on_gpu: DeviceChunks,
-        buffers: BufferPool,
+        buffer: Callable[[int], torch.Tensor],
+        report: Callable[[object], None],
         *,
         verify: bool,
         cells: bool,
         keep: int = 0,
     ) -> None:
-        self.landing, self.on_gpu = landing, on_gpu
-        self.verify, self.cells = verify, cells
+        self._landing, self._on_gpu = landing, on_gpu
+        self._verify, self._cells = verify, cells
         self._places = landing.places()
         self._host = self._places.host  # made here, not by the threads that write to it
-        self._buffers = buffers
+        self._buffer, self.report = buffer, report
         self._room = threading.Semaphore(keep) if keep else None
-        self._lock = threading.Lock()
+        # Chunks that have not come, and that no connection is at. Each use is one call.
         self.missing = set(range(len(landing.chunks)))
-        self._under_way: set[int] = set()
         self._over = False
-        self._pinned = landing.on_device and in_use()
 
-    def claim(self, index: int) -> bool:
-        """Whether a chunk is still to come, and no other connection is at it."""
-        with self._lock:
-            if index not in self.missing or index in self._under_way:
-                return False
-            self._under_way.add(index)
-            return True
+    def take(self, sock: DataSocket, index: int) -> None:
+        """Take a chunk, whose index has come."""
+        try:
+            self.missing.remove(index)
+        except KeyError:
+            raise ConnectionError(f"chunk {index} came, which was not asked for") from None
+        arrived = buffered = False
+        try:
+            data, buffered = self._memory(index)
+            hashes = self._verify and index not in self._on_gpu and not self._cells
+            made, sent = sock.take_chunk(memoryview(data.numpy()), hashes=hashes)  # type: ignore[arg-type]
+            try:
+                arrived = self._landed(index, data, buffered, made, sent)
+            except Exception as fault:
+                self.report(fault)  # this process cannot take a chunk
+                raise
+        finally:
+            if not arrived:
+                self.missing.add(index)
+                self.let_go(buffered)
+        self.report(ChunkArrived(index, data, buffered, sent) if arrived else ChunkDamaged(index))
 
-    def release(self, index: int, *, arrived: bool) -> None:
-        with self._lock:
-            self._under_way.discard(index)
-            if arrived:
-                self.missing.discard(index)
-
-    def memory(self, index: int) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Where a chunk goes; and the buffer, if that is one."""
-        chunks = self.landing.chunks
+    def _memory(self, index: int) -> tuple[torch.Tensor, bool]:
+        """Where a chunk goes; and whether that is a buffer."""
+        chunks = self._landing.chunks
         begin, size = chunks.offsets[index], chunks.sizes[index]
         if index not in self._places.indirect:
             address = self._host.whole(begin, begin + size)
             if address is not None:
-                self.landing.torn = self.landing.torn or self._places.live
-                return at_address(address, size), None
+                self._landing.torn = self._landing.torn or self._places.live
+                return at_address(address, size), False
         if self._room is not None:
             while not self._room.acquire(timeout=0.1):
                 if self._over:
                     raise ConnectionError("the transfer is over")
-        buffer = self._buffers.take(max(chunks.sizes), pinned=self._pinned)
-        return buffer[:size], buffer
+        return self._buffer(max(chunks.sizes))[:size], True
 
-    def give(self, buffer: torch.Tensor | None) -> None:
-        """Take a buffer back."""
-        if buffer is not None:
-            self._buffers.give(buffer)
-            if self._room is not None:
-                self._room.release()
+    def _landed(
+        self, index: int, data: torch.Tensor, buffered: bool, made: bytes, sent: bytes
+    ) -> bool:
+        """Bring a chunk to its place; whether it has the digest that it was sent with."""
+        on_gpu = index in self._on_gpu  # hashed where it has come to lie
+        if self._verify and not made and not on_gpu:
+            made = digest_of(data, cells=self._cells)
+        if buffered and (on_gpu or not self._verify or made == sent):
+            with on_side_stream():
+                self._landing.write(index, data)
+        if self._verify and on_gpu:
+            made = self._on_gpu.digests([index])[index]
+        return not self._verify or made == sent
+
+    def let_go(self, buffered: bool) -> None:
+        """A chunk is no longer needed: another may be buffered."""
+        if buffered and self._room is not None:
+            self._room.release()
 
     def stop(self) -> None:
         """No thread waits for a buffer any more."""
         self._over = True
 
 
-class ChunkReceiver:
-    """Takes chunks from one process. Reports `ChunkArrived`, `ChunkDamaged`, `FeedLost`, faults."""
+class Feed:
+    """Data connections to one process, and the threads that take its chunks."""
 
-    def __init__(self, arrivals: ChunkArrivals, report: Callable[[object], None]) -> None:
-        self._arrivals, self._report = arrivals, report
+    def __init__(self, receiver: ChunkReceiver, connect: Connect, count: int) -> None:
+        self._receiver = receiver
         self._lock = threading.Lock()
         self._open: dict[DataSocket, threading.Event] = {}  # set when its thread is over
         self._over = False
-        self._left = 0  # connections that have not ended
-        self.connections = 0
-
-    def connect(self, connect: Connect, count: int) -> None:
-        """Make data connections, and take what comes."""
-        self.connections = self._left = count
+        self._left = count  # connections that have not ended
         for _ in range(count):
             threads.run(partial(self._run, connect), "worker")
 
@@ -147,54 +160,17 @@ class ChunkReceiver:
                     return
                 self._open[sock] = over
             while (index := sock.take_index()) != END:
-                self._take(sock, index)
+                self._receiver.take(sock, index)
             with self._lock:
                 self._left -= 1
                 ended = not self._left
             if ended:
-                self._report(FeedLost(self, "it has no more chunks"))
+                self._receiver.report(FeedLost(self, "it has no more chunks"))
         except Exception as fault:
             if not self._over:
-                self._report(FeedLost(self, str(fault)))
+                self._receiver.report(FeedLost(self, str(fault)))
         finally:
             over.set()
-
-    def _take(self, sock: DataSocket, index: int) -> None:
-        arrivals = self._arrivals
-        if not arrivals.claim(index):
-            raise ConnectionError(f"chunk {index} came, which was not asked for")
-        arrived = False
-        try:
-            data, buffer = arrivals.memory(index)
-            hashes = arrivals.verify and index not in arrivals.on_gpu and not arrivals.cells
-            made, sent = sock.take_chunk(memoryview(data.numpy()), hashes=hashes)  # type: ignore[arg-type]
-            try:
-                arrived = self._landed(index, data, buffer, made, sent)
-            except Exception as fault:
-                self._report(fault)  # this process cannot take a chunk
-                raise
-        finally:
-            arrivals.release(index, arrived=arrived)
-        if arrived:
-            self._report(ChunkArrived(index, data, buffer, sent))
-        else:
-            arrivals.give(buffer)
-            self._report(ChunkDamaged(index))
-
-    def _landed(
-        self, index: int, data: torch.Tensor, buffer: torch.Tensor | None, made: bytes, sent: bytes
-    ) -> bool:
-        """Bring a chunk to its place; whether it has the digest that it was sent with."""
-        arrivals = self._arrivals
-        on_gpu = index in arrivals.on_gpu  # hashed where it has come to lie
-        if arrivals.verify and not made and not on_gpu:
-            made = digest_of(data, cells=arrivals.cells)
-        if buffer is not None and (on_gpu or not arrivals.verify or made == sent):
-            with on_side_stream():
-                arrivals.landing.write(index, data)
-        if arrivals.verify and on_gpu:
-            made = arrivals.on_gpu.digests([index])[index]
-        return not arrivals.verify or made == sent
 
     def close(self) -> None:
         """Cut the connections; returns when no thread writes any more."""

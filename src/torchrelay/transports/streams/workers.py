@@ -14,15 +14,15 @@ from torchrelay.memory import threads
 
 
 class Workers:
-    """Runs jobs in the order they come, on at most `most` threads."""
+    """Runs jobs in the order they come, on at most `most` threads. `report` takes the fault of a
+    job that fails."""
 
-    def __init__(self, most: int = 1) -> None:
-        self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self._most = most
+    def __init__(self, most: int, report: Callable[[object], None]) -> None:
+        self._jobs: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()
+        self._most, self._report = most, report
         self._running: list[threads.Running] = []
 
-    def submit(self, job: Callable[[], None]) -> None:
-        """`job` reports its own result and faults."""
+    def submit(self, job: Callable[[], object]) -> None:
         self._jobs.put(job)
         if len(self._running) < self._most:
             self._running.append(threads.run(self._run, "worker"))
@@ -40,5 +40,8 @@ class Workers:
 
     def _run(self) -> None:
         while (job := self._jobs.get()) is not None:
-            job()
+            try:
+                job()
+            except Exception as fault:
+                self._report(fault)
             del job

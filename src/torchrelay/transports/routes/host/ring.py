@@ -95,22 +95,21 @@ class SharedRings:
 
 class RingFiller:
     """A ring that is lent to one receiver and filled as it asks. `MemoryError` if there is no
-    memory for it. Workers call `filled`, or `failed` if the state cannot be read."""
+    memory for it. Workers call `filled`, or `failed` with the fault if the state cannot be read."""
 
     def __init__(
         self,
         snapshot: Sendable,
         rings: SharedRings,
         filled: Callable[[Fill], None],
-        failed: Callable[[Exception], None],
+        failed: Callable[[object], None],
     ) -> None:
-        self._snapshot, self._rings = snapshot, rings
-        self._filled, self._failed = filled, failed
+        self._snapshot, self._rings, self._filled = snapshot, rings, filled
         self._sizes = snapshot.chunks.sizes
         largest, count = max(self._sizes, default=1), len(self._sizes)
         self._arena, self.record = rings.take(largest, count, pinned=in_use())
         self._filling: set[int] = set()
-        self._workers = Workers(min(cores(), FILLERS))
+        self._workers = Workers(min(cores(), FILLERS), failed)
         self.filled_bytes = self.fills = 0
 
     def fill(self, wanted: Fill) -> None:
@@ -127,14 +126,10 @@ class RingFiller:
         self.fills += 1
 
         def put() -> None:
-            try:
-                with on_side_stream():
-                    self._snapshot.read(wanted.chunk, slot, vectors.copy)
-            except Exception as fault:
-                self._failed(fault)
-            else:
-                self._filling.discard(wanted.slot)
-                self._filled(wanted)
+            with on_side_stream():
+                self._snapshot.read(wanted.chunk, slot, vectors.copy)
+            self._filling.discard(wanted.slot)
+            self._filled(wanted)
 
         self._workers.submit(put)
 
