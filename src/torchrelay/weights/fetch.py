@@ -30,7 +30,7 @@ from torchrelay.parts.stream import HEAD_BYTES, MAGIC, ChunkHead
 from torchrelay.sources.connection import Answered, AnswerStream
 from torchrelay.sources.remote_step import RemoteReader, RemoteStep
 from torchrelay.sources.suppliers import SUPPLY_FAULTS, HttpSupplier, Supplier
-from torchrelay.stores.reading.ranges import whole_chunks
+from torchrelay.stores.reading.chunks import whole_chunks
 from torchrelay.weights.mirror import Mirror
 
 STREAMS = 8  # at once, each of another server
