@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import torchrelay as tr
-from torchrelay.stores.reading import device_fetch, ranges
+from torchrelay.stores.reading import chunks, device_fetch
 from torchrelay.stores.reading.device_fetch import DeviceFetch
 from torchrelay.stores.shares import staging
 
@@ -152,7 +152,7 @@ def test_a_flipped_byte_in_a_pinned_buffer(
                 buffers[0][5_000_000 - start] ^= 16
 
     def opened(*args: Any, **options: Any) -> Flipping:
-        return Flipping(ranges.opened(*args, **options))
+        return Flipping(chunks.opened(*args, **options))
 
     with monkeypatch.context() as patch:
         patch.setattr(device_fetch, "opened", opened)

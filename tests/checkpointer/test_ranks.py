@@ -723,7 +723,7 @@ def test_a_group_without_all_ranks_of_a_mesh_is_told_so_before_a_byte_is_written
     for found in pool4.run(without_all_of_a_mesh, str(tmp_path / "job"), timeout=60)[:2]:
         assert [kind for kind, *_ in found] == ["CheckpointError"] * 6, found
         assert all("phase plan" in text for *_, text in found), found
-        assert all("of its 160 bytes" in text for *_, text in found), found
+        assert all("has 2 of its 4 shards" in text for *_, text in found), found
     assert not list((tmp_path / "job").glob("step-*"))
 
 

@@ -14,6 +14,7 @@ import torchrelay as tr
 from tests.support.ranks import RankPool
 from tests.support.s3 import S3
 from tests.support.saved import state
+from torchrelay.stores.local.root import StepRoot
 
 FEW, MANY = 5, 40
 _opened: list[str] = []
@@ -46,6 +47,20 @@ def test_a_save_opens_as_many_files_with_many_retained_steps_as_with_few(
         for count in (FEW, MANY)
     )
     assert many <= few, (few, many)
+
+
+def test_a_save_lists_the_directory_twice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Once before it begins, and once to see what may go."""
+    listed = []
+    names = StepRoot.names
+    monkeypatch.setattr(StepRoot, "names", lambda self: listed.append(self) or names(self))
+    with tr.Checkpointer(tmp_path, group=False, keep=2) as ckpt:
+        for step in range(3):
+            ckpt.save(step, state(step))
+        listed.clear()
+        ckpt.save(3, state(3))
+        assert len(listed) == 2
+        assert ckpt.steps() == [2, 3]
 
 
 def test_a_save_to_a_bucket_makes_as_many_requests_with_many_retained_steps_as_with_few(

@@ -55,7 +55,7 @@ def test_an_outline_of_another_rank_has_no_boxes_and_names_each_tensor_once() ->
     named = msgspec.structs.replace(mine, names=((1, "a"),))
     for told, why in ((boxed, "not the outline of one rank"), (named, "one name")):
         with pytest.raises(CheckpointError, match=why) as refused:
-            planner._outline(Details([], [], encode(told), 0), 1)
+            planner._outline(Details([], [], encode(told)), 1)
         assert refused.value.rank == 1
 
 

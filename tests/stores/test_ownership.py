@@ -22,7 +22,7 @@ from torchrelay.plan.at_rest import describe
 from torchrelay.record.rows import LeafRows
 from torchrelay.record.schema import Record
 from torchrelay.stores.shares import ownership
-from torchrelay.stores.shares.outlines import RankOutline, merge
+from torchrelay.stores.shares.outlines import merge
 from torchrelay.stores.shares.ownership import Details, HeldTensor, Question, Row, Ruling
 from torchrelay.stores.shares.planner import SavePlan, SharePlanner
 
@@ -44,10 +44,10 @@ def plan(states: list[Any]) -> tuple[Record, list[list[str]], int, int]:
         sent += sum(map(len, said))
         answers = list(map(answer_of.decode, ranks[0].rule(said)))
         rounds += 1
-    shares = [one.share(answer).contents for one, answer in zip(ranks, answers, strict=True)]
+    shares = [one.share(answer) for one, answer in zip(ranks, answers, strict=True)]
     assert ranks[0].nbytes == sum(x.nbytes for one in shares for x in one.tensors)
     assert ranks[0].outlined is not None
-    names = [[entry.name for entry in one.entries] for one in shares]
+    names = [[entry.name for entry in one.layout.entries] for one in shares]
     return ranks[0].outlined, names, rounds, sent
 
 
@@ -144,18 +144,15 @@ def test_rows_of_another_rank_that_cannot_be_are_refused() -> None:
         (9, leaf): "leaf 9 of 1",
         (0, msgspec.structs.replace(leaf, storage=9)): "image 9 of 1",
     }.items():
-        details = [Details([], [], None, 0), Details([], [sent], None, 0)]
+        details = [Details([], []), Details([], [sent])]
         with pytest.raises(CheckpointError, match=refusal) as wrong:
-            merge([RankOutline(b"same", outlined, one.leaves, {}, {}) for one in details])
+            merge([b"same"] * 2, [outlined, None], details, [Ruling()] * 2)
         assert wrong.value.rank == 1
-    two = [
-        Details([Row("w", fact, 4, mesh)], [], None, 0)
-        for fact, mesh in ((b"a", b"m"), (b"b", b"m"))
-    ]
+    two = [Details([Row("w", fact, mesh)], []) for fact, mesh in ((b"a", b"m"), (b"b", b"m"))]
     with pytest.raises(CheckpointError, match="different layouts") as refused:
         ownership.rulings(two, (0,), ("w",))
     assert refused.value.rank == 1 and refused.value.path == "w"
-    short = msgspec.msgpack.encode([b"", bytes(16), bytes(1024), 0])
+    short = msgspec.msgpack.encode([b"", bytes(16), bytes(1024)])
     planning = SavePlan(SharePlanner(0, 2, None), {"w": torch.zeros(4)})
     first = planning.statement()
     with pytest.raises(CheckpointError) as unread:

@@ -21,7 +21,7 @@ from torchrelay.record.schema import Record
 from torchrelay.stores.opening import open_step
 from torchrelay.stores.reading.chunks import check_chunks
 from torchrelay.stores.retry import Retry, storage_faults
-from torchrelay.stores.seam import Store
+from torchrelay.stores.seam import Listing, Store
 
 HEADROOM = 1 << 20  # bytes that a save leaves free: commit record, directory
 LOOKED_AT = 2  # of the newest steps, at each save: a restart would take one of them
@@ -31,7 +31,7 @@ class _Checked(NamedTuple):
     """A step that was found intact: how the listing showed it, the sizes of its files, and the
     metrics of its save."""
 
-    shown: str
+    shown: list[tuple[str, int]]
     sizes: Mapping[str, int]
     metrics: Mapping[str, float]
 
@@ -81,19 +81,17 @@ class Catalog:
 
         `CheckpointError` if the storage does not tell.
         """
-        return self._look(step, "") is not None
+        return self._look(step, []) is not None
 
-    def _look(self, step: int, shown: str) -> _Checked | None:
+    def _look(self, step: int, shown: list[tuple[str, int]]) -> _Checked | None:
         """A step that is intact."""
-        try:
+        with suppress(DamagedError, StepNotFoundError):
             faults = storage_faults("look at a step", self.url)
             with closing(open_step(self.store, step)) as opened, faults:
-                found = opened.files.sizes()
-                expected = {file.name: file.nbytes for file in opened.record.volumes}
-                metrics = opened.record.saved.metrics
-        except (DamagedError, StepNotFoundError):
-            return None
-        return _Checked(shown, expected, metrics) if expected.items() <= found.items() else None
+                if opened.holds():
+                    sizes = {file.name: file.nbytes for file in opened.record.volumes}
+                    return _Checked(shown, sizes, opened.record.saved.metrics)
+        return None
 
     def note_damaged(self, steps: Iterable[int]) -> None:
         """A load found steps damaged: they count neither for retention nor as the newest."""
@@ -123,16 +121,16 @@ class Catalog:
             file=self.url,
         )
 
-    def check_order(self, step: int, *, overwrite: bool) -> None:
+    def check_order(self, step: int, *, overwrite: bool) -> Listing:
         """Raise `StepOrderError` for a step that a restart would not take because of a newer one.
 
-        Replacing an existing step is allowed.
+        Replacing an existing step is allowed. Returns the listing that it looked at.
         """
         with storage_faults("list the steps", self.url):
-            shown = self.store.listing()
-        newer = sorted(found for found in shown if found > step and found not in self._damaged)
+            listing = self.store.listing()
+        newer = [found for found in listing if found > step and found not in self._damaged]
         if not newer or (overwrite and step in self.steps()):
-            return
+            return listing
         newest = next(filter(self.holds, reversed(newer)), None)
         if newest is not None:
             raise StepOrderError(
@@ -141,6 +139,7 @@ class Catalog:
                 step=step,
                 file=self.url,
             )
+        return listing
 
     # After a save.
 
@@ -151,38 +150,36 @@ class Catalog:
         if isinstance(self._keep, KeepAll):
             return
         try:
-            found = self._intact(committed, sizes, metrics)
-            good = list(found)
-            known = {step: one.metrics for step, one in found.items()}
+            with storage_faults("list the steps", self.url):
+                listing = self.store.listing()
+            self._checked = self._intact(listing, committed, _Checked([], sizes, metrics))
+            good = list(self._checked)
+            known = {step: one.metrics for step, one in self._checked.items()}
             wanted = self._keep.wanted_with(good, known) | {*good[-1:], committed}
             for step in good:
                 if step not in wanted:
-                    self.delete(step)
+                    self.delete(step, listing)
         except Exception as fault:  # also of a policy: the step is committed all the same
             logger.warning("old steps could not be removed: %s: %s", type(fault).__name__, fault)
 
-    def _intact(
-        self, committed: int, sizes: Mapping[str, int], metrics: Mapping[str, float]
-    ) -> dict[int, _Checked]:
+    def _intact(self, listing: Listing, committed: int, saved: _Checked) -> dict[int, _Checked]:
         """The steps that count for retention. One that was checked counts until the listing shows
         another in its place; only the newest ones are looked at again."""
-        with storage_faults("list the steps", self.url):
-            listing = self.store.listing()
-        known, self._checked = self._checked, {}
-        newest = sorted(listing.keys() - {committed})[-LOOKED_AT:]
-        for step, shown in sorted(listing.items()):
-            before = known.get(step)
+        intact: dict[int, _Checked] = {}
+        newest = [step for step in listing if step != committed][-LOOKED_AT:]
+        for step, shown in listing.items():
+            before = self._checked.get(step)
             if step == committed:
-                self._checked[step] = _Checked(shown, sizes, metrics)
+                intact[step] = saved._replace(shown=shown)
             elif step in self._damaged:
                 continue
             elif before is None or before.shown != shown:
                 with suppress(FormatError):  # written by a later version: it stays
                     if (found := self._look(step, shown)) is not None:
-                        self._checked[step] = found
+                        intact[step] = found
             elif step not in newest or self._has_files(step, before.sizes):
-                self._checked[step] = before
-        return dict(self._checked)
+                intact[step] = before
+        return intact
 
     def _has_files(self, step: int, sizes: Mapping[str, int]) -> bool:
         try:
@@ -193,12 +190,12 @@ class Catalog:
 
     # Removing.
 
-    def delete(self, step: int) -> None:
+    def delete(self, step: int, listing: Listing | None = None) -> None:
         self._damaged.discard(step)
         self._checked.pop(step, None)
         with storage_faults("delete", self.url, step):
             try:
-                self.store.delete(step)
+                self.store.delete(step, listing)
             except FileNotFoundError:
                 raise StepNotFoundError(f"no step {step} in {self.url}", step=step) from None
 

@@ -17,7 +17,7 @@ from torchrelay.stores.local.draft import LocalSink
 from torchrelay.stores.local.files import Files
 from torchrelay.stores.local.root import token
 from torchrelay.stores.shares.layout import Entry, arrange
-from torchrelay.stores.shares.share import Share, ShareContents
+from torchrelay.stores.shares.share import Share
 
 SHARD_BYTES = 5_000_000_000  # the size at which Hugging Face's own tools split
 
@@ -53,13 +53,12 @@ def _write(
     place = Path(target).absolute()
     if place.exists() and (not place.is_dir() or any(place.iterdir())):
         raise UsageError(f"{place} exists and is not overwritten: name another directory")
-    contents = ShareContents([], [])
-    for name, tensor in _flat(model).items():
-        shape = tuple(tensor.shape)
-        entry = Entry(name, t.NAMES[tensor.dtype], shape, (0,) * len(shape), shape)
-        contents.entries.append(entry)
-        contents.tensors.append(tensor)
-    share = Share(contents, arrange(contents.entries, file_bytes=shard_bytes))
+    tensors = _flat(model)
+    entries = [
+        Entry(name, t.NAMES[one.dtype], tuple(one.shape), (0,) * one.dim(), tuple(one.shape))
+        for name, one in tensors.items()
+    ]
+    share = Share(arrange(entries, file_bytes=shard_bytes), list(tensors.values()))
     temporary, files = _TemporaryDirectory(place), Files()
 
     def check_wanted(nbytes: int = 0) -> None:

@@ -33,10 +33,10 @@ from torchrelay.record.rows import rows_for
 from torchrelay.record.schema import Record
 from torchrelay.state import tensors as t
 from torchrelay.stores.reading.box_reads import ShardRead, Wave, WaveFetch, waves
+from torchrelay.stores.reading.chunks import opened
 from torchrelay.stores.reading.device_copies import DeviceCopies
 from torchrelay.stores.reading.device_fetch import DeviceFetch
 from torchrelay.stores.reading.fetch import Fetch
-from torchrelay.stores.reading.ranges import opened
 from torchrelay.stores.seam import DeviceStep, LendingStep, OpenStep, WantedBox
 
 _HOST = torch.empty(0, dtype=torch.uint8, device="cpu")

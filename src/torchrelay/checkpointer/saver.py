@@ -174,9 +174,9 @@ class Saver:
 
         def decide(said: list[bytes]) -> list[bytes]:
             look = partial(self._catalog.check_order, save.step, overwrite=save.overwrite)
-            bounded(look, deadline.early(), "list the steps", file=store.url)
+            listing = bounded(look, deadline.early(), "list the steps", file=store.url)
             draft = StepDraft(store, save.step, token(), deadline.early, overwrite=save.overwrite)
-            draft.begin()
+            draft.begin(listing)
             save.draft = draft
             return [_encode(_Begun(draft.token, draft.id, draft.files.place))] * len(said)
 
@@ -238,7 +238,9 @@ class Saver:
         def decide(said: list[bytes]) -> list[bytes]:
             assert planned.outlined is not None and save.draft is not None
             shares = decode_shares(save.step, said)
-            record = commit_record(save.step, shares, planned.outlined, metrics=save.metrics)
+            record = commit_record(
+                save.step, shares, planned.outlined, metrics=save.metrics, names=planned.names
+            )
             save.draft.commit(record)
             sizes.update((file.name, file.nbytes) for file in record.volumes)
             return [b""] * len(said)

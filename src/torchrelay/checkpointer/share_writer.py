@@ -154,7 +154,7 @@ class ShareWriter:
         if copied is None:
             settle()
             return self._stage_in_keeper(save, planned) or self._stage_here(save, share)
-        spare = Share(share.contents._replace(tensors=copied), share.layouts)
+        spare = Share(share.layout, copied)
 
         def finish() -> list[bytes]:
             self._spare.wait()
@@ -164,7 +164,7 @@ class ShareWriter:
 
     def _copy_on_device(self, share: Share) -> list[torch.Tensor] | None:
         """A copy of the tensors on their GPUs; None if the host should have it."""
-        tensors, wanted = share.contents.tensors, self._stage_on == "device"
+        tensors, wanted = share.tensors, self._stage_on == "device"
         if not wanted and not (self._stage_on == "auto" and self._spare.fits(tensors)):
             return None
         try:

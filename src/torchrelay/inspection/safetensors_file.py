@@ -120,7 +120,7 @@ def write_safetensors(
     ]
     if not entries:
         raise UsageError(f"{source.name} has no tensors, so there is nothing to write")
-    (layout,) = arrange(entries, file_bytes=None)
+    (layout,) = arrange(entries, file_bytes=None).files
     try:
         with atomic_file(path) as file:
             file.write(layout.header)

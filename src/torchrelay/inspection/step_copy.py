@@ -9,8 +9,7 @@ from torchrelay.record.schema import VolumeRecord
 from torchrelay.sources.remote_step import RemoteStep
 from torchrelay.stores.local.root import token
 from torchrelay.stores.opening import OpenedStep
-from torchrelay.stores.reading.chunks import check_chunks
-from torchrelay.stores.reading.ranges import Task, opened, reading
+from torchrelay.stores.reading.chunks import Task, check_chunks, opened, reading
 from torchrelay.stores.seam import Draft, Sink, Store
 
 PIECE = 8 << 20  # bytes that are read at once, in whole chunks

@@ -15,8 +15,7 @@ from torchrelay.record.schema import Record
 from torchrelay.record.values import decode_value
 from torchrelay.sources.seam import Opened
 from torchrelay.state.paths import slots
-from torchrelay.stores.reading.chunks import check_chunks, read_chunks
-from torchrelay.stores.reading.ranges import Task
+from torchrelay.stores.reading.chunks import Task, check_chunks, read_chunks
 from torchrelay.stores.safetensors import tensors_of
 from torchrelay.stores.shares.layout import rank_of
 

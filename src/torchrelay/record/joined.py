@@ -41,27 +41,30 @@ def with_boxes(outlined: Record, names: Sequence[str], parts: Sequence[Record]) 
     ends = np.cumsum(np.bincount(images, minlength=len(names))).tolist()
 
     wholes = KindTable()
-    made: dict[tuple[int, bytes], tuple[int, Numbers]] = {}  # by outlined kind, and pieces in order
-    kinds, boxes, at = [], [_none], 0
+    # By outlined kind, and pieces in order.
+    made: dict[tuple[int, tuple[int, ...]], tuple[int, Numbers]] = {}
+    of_order = which[order].tolist()
+    boxes = runs(begins[order], counts[order])  # those of each image as they came
+    kinds, at, done = [], 0, 0
     for image, (number, end) in enumerate(zip(outlined.image_kind.tolist(), ends, strict=True)):
-        rows = order[at:end]
+        key = number, tuple(of_order[at:end])
         at = end
-        key = number, which[rows].tobytes()
         if key not in made:
-            several = [pieces.images[piece] for piece in which[rows].tolist()]
+            several = [pieces.images[piece] for piece in key[1]]
             kind, places = _together(outlined.image_kinds[number], several, names[image])
             made[key] = wholes.image(kind), places
         whole, places = made[key]
         kinds.append(whole)
-        boxes.append(runs(begins[rows], counts[rows])[places])
-    found = np.concatenate(boxes)
+        if len(places) > 1:
+            boxes[done : done + len(places)] = boxes[done : done + len(places)][places]
+        done += len(places)
     return msgspec.structs.replace(
         outlined,
         image_kinds=tuple(wholes.images),
         kind_of=column_of(np.array(kinds, np.int64)),
         volumes=tuple(volume for part in parts for volume in part.volumes),
-        volume_of=column_of(np.concatenate(volumes)[found]),
-        starts=np.concatenate(starts)[found] if len(found) else None,
+        volume_of=column_of(np.concatenate(volumes)[boxes]),
+        starts=np.concatenate(starts)[boxes] if len(boxes) else None,
         objects=tuple(objects),
     )
 

@@ -1,6 +1,6 @@
 """The one operation that turns a draft into a step, and whether it was carried out.
 
-    with point.passing():   from here on no one can say that it will not happen
+    with self.passing():    from here on no one can say that it will not happen
         ...                 `OSError`: it did not happen; `CommitUnknownError`: it may have
 
 A save that stops waiting for its commit revokes it. Either that is in time, and the thread that was
@@ -18,7 +18,7 @@ from torchrelay.errors import CommitUnknownError
 
 
 class CommitPoint:
-    """Passed once or revoked; safe to use from several threads."""
+    """The part of a draft that is passed once or revoked; safe to use from several threads."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()

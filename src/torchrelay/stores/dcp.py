@@ -193,15 +193,15 @@ class Writer(_AtPlace, StorageWriter):
             fqn: str(path[0]) if len(path) > 1 else None
             for fqn, path in (plan.planner_data or {}).items()
         }
-        contents, values = items.resolve_items(plan.items, planner, tops)
-        layouts = arrange(contents.entries, told.rank, told.world, self._file_bytes)
-        share = Share(contents, layouts)
+        found = items.resolve_items(plan.items, planner, tops)
+        layout = arrange(found.entries, told.rank, told.world, self._file_bytes)
+        share = Share(layout, found.tensors)
         if self._draft is not None:
             draft = self._draft.files
         else:
             draft = self._store.draft(self._step, told.name, overwrite=self._overwrite)
         digests = self._within("write", lambda: share.write_to(draft)) if share.files else []
-        carried = msgspec.msgpack.encode(_Written(encode(share.written(digests)), values))
+        carried = msgspec.msgpack.encode(_Written(encode(share.written(digests)), found.values))
         results = [WriteResult(item.index, 0, None) for item in plan.items]
         if results:
             results[0] = WriteResult(plan.items[0].index, share.nbytes, carried)

@@ -8,8 +8,8 @@ holes.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from math import prod
 from types import MappingProxyType
-from typing import NamedTuple
 
 import msgspec
 
@@ -45,21 +45,6 @@ DTYPES = {
 }
 
 
-class HeaderEntry(NamedTuple):
-    """A tensor as a header describes it."""
-
-    key: str
-    kind: str
-    shape: tuple[int, ...]
-    nbytes: int
-
-
-def described(dtype: str, shape: tuple[int, ...]) -> tuple[str, tuple[int, ...]]:
-    """The dtype and shape that a header has for a tensor of torch's."""
-    kind = DTYPES.get(dtype)
-    return ("U8", (*shape, itemsize(dtype))) if kind is None else (kind, shape)
-
-
 def tensors_of(record: Record) -> list[StoredTensor]:
     """The tensors of a step by image, and after them those without elements: they are in no file of
     the step, but in the outline of the state."""
@@ -75,13 +60,18 @@ def tensors_of(record: Record) -> list[StoredTensor]:
 
 
 def header(
-    entries: Iterable[HeaderEntry], metadata: Mapping[str, str] = MappingProxyType({})
+    tensors: Iterable[tuple[str, str, tuple[int, ...]]],
+    metadata: Mapping[str, str] = MappingProxyType({}),
 ) -> bytes:
-    """The first bytes of a file whose tensors follow in this order. Keys are unique."""
+    """The first bytes of a file whose tensors follow in this order: key, dtype and shape of each.
+    Keys are unique."""
     table: dict[str, object] = {METADATA: {"format": "pt", **metadata}}
     end = 0
-    for key, kind, shape, nbytes in entries:
-        begin, end = end, end + nbytes
+    for key, dtype, shape in tensors:
+        begin, end = end, end + prod(shape) * itemsize(dtype)
+        kind = DTYPES.get(dtype)
+        if kind is None:
+            kind, shape = "U8", (*shape, itemsize(dtype))
         table[key] = {"dtype": kind, "shape": shape, "data_offsets": (begin, end)}
     text = msgspec.json.encode(table)
     text += b" " * (-(8 + len(text)) % ALIGN)

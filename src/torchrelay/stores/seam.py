@@ -17,6 +17,9 @@ from torchrelay.record.manifest import MAX_RECORD_BYTES
 from torchrelay.stores.retry import ONCE, Retry
 
 Buffer = bytes | bytearray | memoryview
+# The directories of each step, in ascending order: names, and numbers that are others if the step
+# was replaced. Steps that are still being written may be among them.
+Listing = dict[int, list[tuple[str, int]]]
 
 MANIFEST = "manifest.json"
 MAX_MANIFEST_BYTES = MAX_RECORD_BYTES
@@ -53,8 +56,9 @@ class Draft(DataFiles, Protocol):
     place: str  # the path or URL under which its files are written
     id: str  # after `begin`: what `Store.draft_id` returns for the step that it becomes
 
-    def begin(self) -> None:
-        """Create it. `FileExistsError` if the step exists and may not be replaced."""
+    def begin(self, listing: Listing | None = None) -> None:
+        """Create it. `FileExistsError` if the step exists and may not be replaced. `listing`: one
+        that the caller has just made; otherwise the store is listed."""
 
     def check_visible(self) -> None:
         """`FileNotFoundError` unless this process sees a draft that another one began."""
@@ -206,9 +210,8 @@ class Store(Protocol):
     def steps(self) -> list[int]:
         """Steps that have a commit record, in ascending order."""
 
-    def listing(self) -> dict[int, str]:
-        """The result of one listing: a text for each step, which is another one if the step was
-        replaced. Steps that are still being written may be among them."""
+    def listing(self) -> Listing:
+        """The result of one listing."""
 
     def open(self, step: int, patience: Retry = ONCE) -> StoredStep:
         """A step to be read; `FileNotFoundError` if it does not exist."""
@@ -219,9 +222,9 @@ class Store(Protocol):
     def draft(self, step: int, token: str, *, overwrite: bool = False) -> Draft:
         """A draft; nothing is written before its `begin`."""
 
-    def delete(self, step: int) -> None:
+    def delete(self, step: int, listing: Listing | None = None) -> None:
         """Remove a step. It stops being one before its first byte goes. Files next to its own,
-        which its record does not name, stay."""
+        which its record does not name, stay. `listing` as for `Draft.begin`."""
 
     def clean(self) -> list[str]:
         """Remove what writers that are gone left behind; returns its names. Only files that are

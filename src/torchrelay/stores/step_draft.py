@@ -20,7 +20,7 @@ from torchrelay.pending import logger
 from torchrelay.record.schema import Record
 from torchrelay.stores.commit_point import commit_unknown
 from torchrelay.stores.retry import storage_faults
-from torchrelay.stores.seam import Draft, Store
+from torchrelay.stores.seam import Draft, Listing, Store
 from torchrelay.stores.shares.commit_record import check_files, sealed
 
 GRACE = 0.5  # seconds past the deadline for a look, or for cleaning up
@@ -41,12 +41,12 @@ class StepDraft:
         self.files: Draft = store.draft(step, token, overwrite=overwrite)
         self.id = ""
 
-    def begin(self) -> None:
-        """Create it, unless the step exists and may not be replaced."""
+    def begin(self, listing: Listing | None = None) -> None:
+        """Create it, unless the step exists and may not be replaced; see `Draft.begin`."""
         given_up = threading.Event()
 
         def act() -> None:
-            self.files.begin()
+            self.files.begin(listing)
             if given_up.is_set():
                 self.files.discard()
 

@@ -34,7 +34,7 @@ from torchrelay.sources.remote_step import (
     RemoteStep,
     Supplier,
 )
-from torchrelay.stores.reading.ranges import whole_chunks
+from torchrelay.stores.reading.chunks import whole_chunks
 from torchrelay.weights.mirror import Mirror
 
 STREAMS = 8  # at once, each of another server

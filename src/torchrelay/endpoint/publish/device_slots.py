@@ -123,7 +123,7 @@ class _Published(NamedTuple):
     """A step that lies in a slot."""
 
     slot: DeviceSlot
-    layouts: object
+    layout: object
     snapshot: str
 
 
@@ -136,7 +136,7 @@ class DeviceSlots:
 
     def published(self, slot: DeviceSlot, share: Share, snapshot: str) -> None:
         """The step in a slot is shown."""
-        self._last = _Published(slot, share.layouts, snapshot)
+        self._last = _Published(slot, share.layout, snapshot)
 
     def changes(
         self,
@@ -148,7 +148,7 @@ class DeviceSlots:
         """The snapshot of the step that was published last, and the elements of the one in a slot
         that differ from it; None where that is not on the GPU, or has other volumes."""
         last, device = self._last, slot.block.device
-        if last is None or last.slot is slot or last.layouts is not share.layouts:
+        if last is None or last.slot is slot or last.layout is not share.layout:
             return None
         if last.slot.block.device != device or not last.slot.block.address or not can_find(device):
             return None

@@ -19,7 +19,7 @@ from torchrelay.record.encoding import content_digest, encode
 from torchrelay.record.schema import Record
 from torchrelay.stores.safetensors import tensors_of
 from torchrelay.stores.shares.commit_record import commit_record
-from torchrelay.stores.shares.layout import FileLayout
+from torchrelay.stores.shares.layout import ShareLayout
 from torchrelay.stores.shares.planner import PlannedShare
 from torchrelay.stores.shares.share import Share
 
@@ -37,13 +37,13 @@ class KnownPlan:
     """Remembers the fields and the record of the last step of one rank."""
 
     def __init__(self) -> None:
-        self._fields: tuple[Sequence[FileLayout], list[list[Field]]] | None = None
-        self._record: tuple[Sequence[FileLayout], bytes, RecordedStep] | None = None
+        self._fields: tuple[ShareLayout, list[list[Field]]] | None = None
+        self._record: tuple[ShareLayout, bytes, RecordedStep] | None = None
 
     def fields(self, share: Share) -> list[list[Field]]:
         """The places of elements of each size, which tile each volume."""
-        if self._fields is None or self._fields[0] is not share.layouts:
-            entries = share.contents.entries
+        if self._fields is None or self._fields[0] is not share.layout:
+            entries = share.layout.entries
             fields = [
                 tiled(
                     (
@@ -52,17 +52,17 @@ class KnownPlan:
                     ),
                     file.nbytes,
                 )
-                for file in share.layouts
+                for file in share.layout.files
             ]
-            self._fields = share.layouts, fields
+            self._fields = share.layout, fields
         return self._fields[1]
 
     def fits(self, planned: PlannedShare) -> bool:
         """Whether the record of the last step is that of this one but for the digests."""
         if self._record is None or planned.outlined is None:
             return False
-        layouts, outline, _ = self._record
-        return layouts is planned.share.layouts and encode(planned.outlined) == outline
+        layout, outline, _ = self._record
+        return layout is planned.share.layout and encode(planned.outlined) == outline
 
     def again(self, step: int, digests: Sequence[bytes]) -> RecordedStep:
         """The record of a step that `fits`, with these digests."""
@@ -86,5 +86,5 @@ class KnownPlan:
         made = RecordedStep(record, len(tensors_of(record)), layout)
         self._record = None
         if len(shares) == 1:
-            self._record = planned.share.layouts, encode(planned.outlined), made
+            self._record = planned.share.layout, encode(planned.outlined), made
         return made

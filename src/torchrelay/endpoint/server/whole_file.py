@@ -21,7 +21,7 @@ from torchrelay.inspection.slabs import slabs
 from torchrelay.plan.stored import StoredTensor
 from torchrelay.record.dtypes import itemsize
 from torchrelay.record.encoding import decode_at_rest
-from torchrelay.stores.safetensors import HeaderEntry, described, header, tensors_of
+from torchrelay.stores.safetensors import header, tensors_of
 
 COPY_BYTES = 1 << 20  # of this server's memory, at once
 FILES_KEPT = 8  # headers
@@ -46,13 +46,7 @@ class WholeFile:
         # In descending order of item size each is aligned without holes.
         tensors.sort(key=lambda tensor: -itemsize(tensor.dtype))
         self.contents = Contents(record.step, len(record.ranks), tensors, ())
-        self._header = header(
-            (
-                HeaderEntry(one.name, *described(one.dtype, one.shape), _nbytes(one, one.shape))
-                for one in tensors
-            ),
-            metadata,
-        )
+        self._header = header(((one.name, one.dtype, one.shape) for one in tensors), metadata)
         self._parts: list[Run | StoredTensor] = []
         for tensor in tensors:
             self._add(tensor)

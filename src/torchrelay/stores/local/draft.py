@@ -15,29 +15,30 @@ from torchrelay.stores.local.handles import Handles
 from torchrelay.stores.local.removal import closing, remove_directory
 from torchrelay.stores.local.root import StepRoot, directory_id, is_committed
 from torchrelay.stores.local.step import data_sizes
-from torchrelay.stores.seam import MANIFEST, Buffer
+from torchrelay.stores.seam import MANIFEST, Buffer, Listing
 
 WRITE_OUT_BYTES = 8 << 20
 VISIBLE_SECONDS = 2.0  # that a network file system may take to show another host's directory
 _TRIES = 100
 
 
-class LocalDraft:
+class LocalDraft(CommitPoint):
     """See `seam.Draft`. The process that calls `begin` holds the draft's lock until it ends."""
 
     def __init__(
         self, root: StepRoot, step: int, token: str, overwrite: bool, files: Files
     ) -> None:
+        super().__init__()
         self._root, self._step, self._token = root, step, token
         self._overwrite, self._files = overwrite, files
-        self._lock: int | None = None
-        self._commit_point = CommitPoint()
+        self._held: int | None = None
         self.id = ""
         self._handles: Handles[_WrittenFile] = Handles()
         self.place = f"{root.of(step)}.tmp-{token}"
 
-    def begin(self) -> None:
-        existing = self._root.existing(self._step)
+    def begin(self, listing: Listing | None = None) -> None:
+        listing = self._root.folders() if listing is None else listing
+        existing = self._root.listed(self._step, listing)
         if existing.exists() and not self._overwrite:
             if not is_committed(existing):
                 reason = f"it exists and is not a step, for it has no {MANIFEST}: move it away"
@@ -65,7 +66,7 @@ class LocalDraft:
             return False
         with suppress(FileNotFoundError):
             if Path(self.place).stat().st_ino == os.fstat(held).st_ino:
-                self._lock = held
+                self._held = held
                 return True
         os.close(held)
         return False
@@ -93,7 +94,7 @@ class LocalDraft:
             finally:
                 os.close(fd)
             self._files.sync_dir(self.place)
-        with self._commit_point.passing():
+        with self.passing():
             replaced = self._put_in_place()
             try:
                 self._files.sync_dir(str(self._root.path))
@@ -130,9 +131,6 @@ class LocalDraft:
                 raise
         return replaced
 
-    def revoke(self) -> bool:
-        return self._commit_point.revoke()
-
     def discard(self) -> None:
         if not self.revoke():
             return
@@ -141,7 +139,7 @@ class LocalDraft:
         self._release()
 
     def _release(self) -> None:
-        held, self._lock = self._lock, None  # forgotten first: no descriptor is closed twice
+        held, self._held = self._held, None  # forgotten first: no descriptor is closed twice
         if held is not None:
             os.close(held)
 

@@ -14,8 +14,9 @@ from pathlib import Path
 
 import msgspec
 
-from torchrelay.stores.local.files import Files, open_plain
-from torchrelay.stores.seam import DATA_NAME, MANIFEST, MAX_MANIFEST_BYTES
+from torchrelay.stores.local.files import Files
+from torchrelay.stores.local.step import read_manifest
+from torchrelay.stores.seam import DATA_NAME, MANIFEST
 
 _DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 
@@ -58,7 +59,10 @@ def remove_directory(path: str, files: Files) -> bool:
         files.unlink(path)
         return True
     with closing(os.open(path, _DIRECTORY)) as within:
-        own = ownership(_manifest_in(within))
+        manifest = None
+        with suppress(OSError, EOFError):
+            manifest = read_manifest(within, path)
+        own = ownership(manifest)
         with os.scandir(within) as entries:
             names = {entry.name: entry.is_dir(follow_symlinks=False) for entry in entries}
         for name in sorted(names, key=lambda name: (name != MANIFEST, name)):
@@ -70,15 +74,6 @@ def remove_directory(path: str, files: Files) -> bool:
         return False
     files.remove_dir(path)
     return True
-
-
-def _manifest_in(directory: int) -> bytes | None:
-    """The commit record in a directory, if one can be read."""
-    with suppress(OSError), closing(open_plain(MANIFEST, directory)) as fd:
-        nbytes = os.fstat(fd).st_size
-        if nbytes <= MAX_MANIFEST_BYTES:
-            return os.pread(fd, nbytes, 0)
-    return None
 
 
 @contextmanager

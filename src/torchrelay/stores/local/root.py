@@ -8,14 +8,15 @@ import re
 import socket
 import stat
 from contextlib import suppress
+from functools import lru_cache
 from pathlib import Path
 
 from torchrelay.steps import MAX_STEP
 from torchrelay.stores.local.files import Files
-from torchrelay.stores.seam import MANIFEST
+from torchrelay.stores.seam import MANIFEST, Listing
 
-STEP = re.compile(r"step-(0|[1-9][0-9]{0,18})")
-REPLACED = re.compile(r"step-(0|[1-9][0-9]{0,18})\.old-.+-\d+-[0-9a-f]+")
+# A directory of a step, where it belongs or where it was moved to for its successor.
+STEP = re.compile(r"step-(0|[1-9][0-9]{0,18})(\.old-.+-\d+-[0-9a-f]+)?")
 
 
 def token() -> str:
@@ -56,17 +57,15 @@ class StepRoot:
             _check_root(self.path)
             return {}
 
-    def folders(self) -> dict[int, tuple[str, int]]:
-        """The directories that may be steps, in ascending order, each with its number."""
-        found: dict[int, tuple[str, int]] = {}
+    def folders(self) -> Listing:
+        """The directories that may be steps: of each, where it belongs before where it was moved
+        to."""
+        found: Listing = {}
         for name, number in self.names().items():
-            match = STEP.fullmatch(name) or REPLACED.fullmatch(name)
-            if match is None or int(match[1]) > MAX_STEP:
-                continue
-            if match.re is STEP or not (self.path / name).is_symlink():
-                # The directory of the step itself counts before one that was moved away.
-                found[int(match[1])] = min((name, number), found.get(int(match[1]), (name, number)))
-        return dict(sorted(found.items()))
+            step, moved = _step_of(name)
+            if step is not None and not (moved and (self.path / name).is_symlink()):
+                found.setdefault(step, []).append((name, number))
+        return {step: sorted(found[step]) for step in sorted(found)}
 
     def of(self, step: int) -> Path:
         """Where a step belongs."""
@@ -76,13 +75,20 @@ class StepRoot:
         """Where a step lies: where it belongs, or where it was moved to for a successor that has
         not come yet, or never came."""
         place = self.of(step)
-        return place if place.exists() else next(iter(self.replaced(step)), place)
+        return place if place.exists() else self.listed(step, self.folders())
 
-    def replaced(self, step: int) -> list[Path]:
-        """Directories of a step that were moved away for its successor."""
-        matches = [match for match in map(REPLACED.fullmatch, self.names()) if match]
-        paths = [self.path / match[0] for match in matches if int(match[1]) == step]
-        return [path for path in paths if not path.is_symlink()]
+    def listed(self, step: int, listing: Listing) -> Path:
+        """The same, by a listing."""
+        return self.path / listing[step][0][0] if step in listing else self.of(step)
+
+
+@lru_cache(1 << 14)  # a save lists all steps, and most names were there before
+def _step_of(name: str) -> tuple[int | None, bool]:
+    """The step whose directory has this name, and whether it was moved away."""
+    match = STEP.fullmatch(name)
+    if match is None or int(match[1]) > MAX_STEP:
+        return None, False
+    return int(match[1]), match[2] is not None
 
 
 def is_committed(directory: Path) -> bool:

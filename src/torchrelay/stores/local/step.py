@@ -44,17 +44,7 @@ class LocalStep:
         self._readers: dict[tuple[str, bool], LocalReader] = {}
 
     def manifest(self) -> bytes:
-        return self._directory.patience(self._manifest)
-
-    def _manifest(self) -> bytes:
-        path = f"{self.url}/{MANIFEST}"
-        with named(path), closing(_File(open_plain(path, self._directory.fd))) as file:
-            nbytes = os.fstat(file.fd).st_size
-            if nbytes > MAX_MANIFEST_BYTES:
-                raise OSError(errno.EFBIG, f"{nbytes} bytes are too many for a manifest", path)
-            data = bytearray(nbytes)
-            _read_whole(file.fd, path, 0, [memoryview(data)])
-            return bytes(data)
+        return self._directory.patience(lambda: read_manifest(self._directory.fd, self.url))
 
     def sizes(self) -> dict[str, int]:
         return self._directory.patience(lambda: data_sizes(self._directory.fd))
@@ -188,6 +178,18 @@ class _Directory:
 
     def __del__(self) -> None:
         self.close()
+
+
+def read_manifest(directory: int, url: str) -> bytes:
+    """The commit record in a directory that is open."""
+    path = f"{url}/{MANIFEST}"
+    with named(path), closing(_File(open_plain(path, directory))) as file:
+        nbytes = os.fstat(file.fd).st_size
+        if nbytes > MAX_MANIFEST_BYTES:
+            raise OSError(errno.EFBIG, f"{nbytes} bytes are too many for a manifest", path)
+        data = bytearray(nbytes)
+        _read_whole(file.fd, path, 0, [memoryview(data)])
+        return bytes(data)
 
 
 def data_sizes(directory: int | str) -> dict[str, int]:

@@ -25,6 +25,7 @@ from torchrelay.stores.local.removal import closing, remove_directory
 from torchrelay.stores.local.root import StepRoot, directory_id, host_name, is_committed, token
 from torchrelay.stores.local.step import LocalStep
 from torchrelay.stores.retry import ONCE, Retry
+from torchrelay.stores.seam import Listing
 
 FOREIGN_AGE = 24 * 3600.0  # seconds after which another host's draft counts as left behind
 _LEFT_BEHIND = re.compile(r"step-(\d+)\.(tmp|old)-(.+)-(\d+)-[0-9a-f]+")
@@ -41,16 +42,14 @@ class LocalStore:
     def steps(self) -> list[int]:
         folders = self._root.folders()
         while True:
-            places = {step: self._root.path / name for step, (name, _) in folders.items()}
-            steps = [step for step, place in places.items() if is_committed(place)]
+            steps = [step for step in folders if is_committed(self._root.listed(step, folders))]
             # One that was removed since it was listed has a successor, which may not be listed.
             if len(steps) == len(folders) or (again := self._root.folders()) == folders:
                 return steps
             folders = again
 
-    def listing(self) -> dict[int, str]:
-        found = self._root.folders().items()
-        return {step: f"{name} {number}" for step, (name, number) in found}
+    def listing(self) -> Listing:
+        return self._root.folders()
 
     def open(self, step: int, patience: Retry = ONCE) -> LocalStep:
         return LocalStep(str(self._root.existing(step)), patience)
@@ -67,11 +66,12 @@ class LocalStore:
             place = place.parent
         return shutil.disk_usage(place).free
 
-    def delete(self, step: int) -> None:
-        place = self._root.existing(step)
-        for path in (*(other for other in self._root.replaced(step) if other != place), place):
-            away = f"{self._root.of(step)}.tmp-{token()}"
-            self._files.rename(str(path), away)
+    def delete(self, step: int, listing: Listing | None = None) -> None:
+        place = self._root.of(step)
+        found = (self._root.folders() if listing is None else listing).get(step)
+        for name, _ in reversed(found or [(place.name, 0)]):
+            away = f"{place}.tmp-{token()}"
+            self._files.rename(f"{self.url}/{name}", away)
             self._files.sync_dir(self.url)
             remove_directory(away, self._files)
 

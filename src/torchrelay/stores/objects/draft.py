@@ -21,7 +21,7 @@ from torchrelay.stores.objects.step import (
     split_folder,
     with_folder,
 )
-from torchrelay.stores.seam import MAX_MANIFEST_BYTES, Buffer
+from torchrelay.stores.seam import MAX_MANIFEST_BYTES, Buffer, Listing
 
 MAX_PARTS = 10_000  # of one object, on S3 and GCS
 
@@ -47,7 +47,7 @@ def remove_own(bucket: Bucket, folder: str, record: bytes | None = None) -> None
     bucket.remove([f"{folder}/{name}" for name in bucket.sizes(folder) if own(name)])
 
 
-class ObjectDraft:
+class ObjectDraft(CommitPoint):
     """See `seam.Draft`. `begin` writes nothing: a draft exists with its first data object."""
 
     def __init__(
@@ -59,23 +59,27 @@ class ObjectDraft:
         part_bytes: int,
         concurrency: int,
     ) -> None:
+        super().__init__()
         self.bucket, self._step, self._overwrite = bucket, step, overwrite
         self._token = self.id = token
         self._part_bytes, self._concurrency = part_bytes, concurrency
         self._folder = f"step-{step}/{token}"
-        self._commit_point = CommitPoint()
         self.place = bucket.name(self._folder)
         self.key = (bucket.url, step, token)
 
-    def begin(self) -> None:
-        name = self.bucket.name(manifest_path(self._step))
-        with suppress(FileNotFoundError):
-            committed = folder_of(self.bucket, self._step)
-            if not self._overwrite:
-                raise FileExistsError(errno.EEXIST, "the step is committed", name)
-            if committed == self._token:
-                raise UsageError(f"{name} was committed with token {self._token}: take a new one")
+    def begin(self, listing: Listing | None = None) -> None:
+        if listing is None or self._step in listing:
+            with suppress(FileNotFoundError):
+                self._check_replaces(folder_of(self.bucket, self._step))
         self._set_live(True)
+
+    def _check_replaces(self, committed: str) -> None:
+        """Raise unless this draft may replace a step, whose data are in that folder."""
+        name = self.bucket.name(manifest_path(self._step))
+        if not self._overwrite:
+            raise FileExistsError(errno.EEXIST, "the step is committed", name)
+        if committed == self._token:
+            raise UsageError(f"{name} was committed with token {self._token}: take a new one")
 
     def check_visible(self) -> None:
         """Nothing: a URL is the same bucket everywhere."""
@@ -97,7 +101,7 @@ class ObjectDraft:
         if self._overwrite:
             with suppress(FileNotFoundError):
                 replaced, before = split_folder(self.bucket.get(path, MAX_MANIFEST_BYTES))
-        with self._commit_point.passing():
+        with self.passing():
             try:
                 self.bucket.put(path, content, create=not self._overwrite)
             except OSError as fault:
@@ -120,9 +124,6 @@ class ObjectDraft:
             raise fault
         name = self.bucket.name(path)
         raise commit_unknown(self._step, fault.strerror or str(fault), name) from fault
-
-    def revoke(self) -> bool:
-        return self._commit_point.revoke()
 
     def discard(self) -> None:
         if not self.revoke():

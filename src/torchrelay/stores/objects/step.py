@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import errno
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 from torchrelay.errors import UsageError
 from torchrelay.memory.crew import Crew
@@ -90,42 +90,25 @@ class ObjectReader(DataReader):
         if end > self.nbytes:
             name = self._bucket.name(self._path)
             raise EOFError(f"{name} has {self.nbytes} bytes, the read ends at {end}")
-        pieces = list(_cut(views, RANGE_BYTES))
-        if len(pieces) == 1:
-            self._fetch(position, pieces[0])
-            return
-        starts = range(position, end, RANGE_BYTES)
-        # After a failure too, nothing writes into the caller's buffers once this returns.
-        self._crew.each(lambda job: self._fetch(*job), zip(starts, pieces, strict=True))
-
-    def _fetch(self, start: int, views: Sequence[memoryview]) -> None:
-        nbytes = sum(map(len, views))
-        fetched = self._patience(lambda: self._bucket.read_range(self._path, start, nbytes))
-        if len(fetched) != nbytes:
-            name = self._bucket.name(self._path)
-            raise EOFError(f"{name} gave {len(fetched)} of {nbytes} bytes at byte {start}")
-        at = 0
-        whole = memoryview(fetched)
+        parts = []
         for view in views:
-            view[:] = whole[at : at + len(view)]
-            at += len(view)
+            cuts = range(0, len(view), RANGE_BYTES)
+            parts += [(position + at, view[at : at + RANGE_BYTES]) for at in cuts]
+            position += len(view)
+        if len(parts) == 1:
+            self._fetch(*parts[0])
+            return
+        # After a failure too, nothing writes into the caller's buffers once this returns.
+        self._crew.each(lambda part: self._fetch(*part), parts)
+
+    def _fetch(self, start: int, view: memoryview) -> None:
+        fetched = self._patience(lambda: self._bucket.read_range(self._path, start, len(view)))
+        if len(fetched) != len(view):
+            name = self._bucket.name(self._path)
+            raise EOFError(f"{name} gave {len(fetched)} of {len(view)} bytes at byte {start}")
+        view[:] = fetched
 
 
 def check_name(name: str) -> None:
     if not NAME.fullmatch(name):
         raise UsageError(f"{name!r} cannot be the name of a data file: letters, digits and ._-")
-
-
-def _cut(views: Sequence[memoryview], size: int) -> Iterator[list[memoryview]]:
-    """The bytes of the views, in order, in groups of `size` bytes; the last may be smaller."""
-    group: list[memoryview] = []
-    room = size
-    for view in views:
-        while len(view):
-            group.append(view[:room])
-            view, room = view[room:], room - len(group[-1])
-            if not room:
-                yield group
-                group, room = [], size
-    if group:
-        yield group

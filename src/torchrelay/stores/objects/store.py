@@ -22,7 +22,7 @@ from torchrelay.stores.objects.bucket import Bucket, ObjectInfo
 from torchrelay.stores.objects.draft import ObjectDraft, folder_of, is_live, remove_own
 from torchrelay.stores.objects.step import TOKEN, ObjectStep, manifest_path, split_folder
 from torchrelay.stores.retry import ONCE, Retry
-from torchrelay.stores.seam import DATA_NAME, MANIFEST, MAX_MANIFEST_BYTES
+from torchrelay.stores.seam import DATA_NAME, MANIFEST, MAX_MANIFEST_BYTES, Listing
 
 PART_BYTES = 16 << 20
 LEAST_PART_BYTES = 5 << 20  # S3 takes no smaller part
@@ -76,7 +76,7 @@ class ObjectStore:
                 return steps
             folders = again
 
-    def listing(self) -> dict[int, str]:
+    def listing(self) -> Listing:
         try:
             names = self._bucket.folders()
         except OSError as fault:
@@ -85,7 +85,7 @@ class ObjectStore:
             names = [one.path.partition("/")[0] for one in self._objects()]
         matches = map(_STEP.fullmatch, set(names))
         steps = sorted(int(match[1]) for match in matches if match)
-        return {step: f"step-{step}" for step in steps if step <= MAX_STEP}
+        return {step: [(f"step-{step}", 0)] for step in steps if step <= MAX_STEP}
 
     def _objects(self) -> list[ObjectInfo]:
         """All objects of steps and drafts. Names of other objects that the library cannot list
@@ -105,7 +105,7 @@ class ObjectStore:
             raise UsageError(f"{token!r} cannot be a token")
         return ObjectDraft(self._bucket, step, token, overwrite, *self._parts)
 
-    def delete(self, step: int) -> None:
+    def delete(self, step: int, listing: Listing | None = None) -> None:
         path = manifest_path(step)
         try:
             token, record = split_folder(self._bucket.get(path, MAX_MANIFEST_BYTES))

@@ -28,9 +28,15 @@ from torchrelay.memory.gpu.kernels import ChunkTable, CudaError, Tables
 from torchrelay.memory.gpu.pinned import MOST_THREADS, PIECE, Upload, pinned_buffers, room_on
 from torchrelay.memory.gpu.side import on_side_stream
 from torchrelay.record.schema import Record
-from torchrelay.stores.reading.chunks import not_as_written
+from torchrelay.stores.reading.chunks import (
+    Task,
+    merged,
+    not_as_written,
+    opened,
+    reading,
+    whole_chunks,
+)
 from torchrelay.stores.reading.fetch import Fetch, Placed
-from torchrelay.stores.reading.ranges import Task, merged, opened, reading, whole_chunks
 from torchrelay.stores.seam import OpenStep
 
 GROUP_BYTES = 256 << 20  # the least slab that is worth it

@@ -19,10 +19,12 @@ from torchrelay.stores.reading.chunks import (
     TASK_BYTES,
     ChunkReads,
     Scratch,
+    Task,
     Verifier,
     Views,
+    damaged,
+    merged,
 )
-from torchrelay.stores.reading.ranges import Task, damaged, merged
 from torchrelay.stores.seam import DataReader, OpenStep
 from torchrelay.stores.writer.file_writer import host_view
 

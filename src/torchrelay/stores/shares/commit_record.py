@@ -38,9 +38,11 @@ def commit_record(
     outlined: Record,
     save_id: str | None = None,
     metrics: Mapping[str, float] | None = None,
+    names: Sequence[str] | None = None,
 ) -> Record:
-    """The record of a step that all ranks have written. `outlined` has their outlines."""
-    names = Names(outlined).all()
+    """The record of a step that all ranks have written. `outlined` has their outlines. `names`: of
+    its images, where the caller knows them."""
+    names = Names(outlined).all() if names is None else names
     with _refused(step):
         joined = with_boxes(outlined, names, shares)
     _check_covered(joined, names, step)

@@ -7,21 +7,22 @@ are made of samples.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Sequence
-from math import prod
+from collections.abc import Callable, Collection
 from typing import TYPE_CHECKING, Any
 
 import msgspec
+import numpy as np
 import torch
 import xxhash
 
+from torchrelay.errors import CheckpointError
 from torchrelay.geometry.chunks import ALIGN
 from torchrelay.plan.region import Region
 from torchrelay.record.digest import digest
 from torchrelay.state import tensors as t
 from torchrelay.state.local_parts import local_parts
 from torchrelay.state.meshes import mesh_record
-from torchrelay.stores.shares.ownership import HeldTensor, Row, written_by_name, written_by_rule
+from torchrelay.stores.shares.ownership import HeldTensor, Row
 from torchrelay.stores.writer.file_writer import host_view
 
 if TYPE_CHECKING:
@@ -52,7 +53,7 @@ class Holder:
         if t.is_dtensor(tensor):
             local, spec = t.dtensor_parts(tensor)
             if (found := self._dtensors.get(spec)) is None:
-                found = self._dtensors[spec] = self._dtensor(tensor, local, spec)
+                found = self._dtensors[spec] = self._dtensor(name, tensor, local, spec)
             return found._replace(name=name)
         locals_, _, all_boxes, _ = t.sharded_parts(tensor)  # type: ignore[arg-type]
         boxes = [(box.offsets, box.sizes) for box in all_boxes]
@@ -60,17 +61,31 @@ class Holder:
         where = _digest([box.placement for box in all_boxes])
         return HeldTensor(name, fact, sum(one.nbytes for one in locals_), 0, 1, b"", where)
 
-    def _dtensor(self, tensor: t.DTensor, local: torch.Tensor, spec: Any) -> HeldTensor:
+    def _dtensor(self, name: str, tensor: t.DTensor, local: torch.Tensor, spec: Any) -> HeldTensor:
         mesh = mesh_record(spec.mesh)
         placements = tuple(t.placement_record(placement) for placement in spec.placements)
         copies = tuple(dim for dim, one in enumerate(placements) if one.kind == "replicate")
+        self._check_all_there(name, spec.mesh, copies)
         nbytes, replica, replicas = 0, 0, 1
         if spec.mesh.get_coordinate() is not None:
             nbytes = local.nbytes
             replica, replicas = self._replica(spec.mesh, copies)
         where = _digest(mesh)
         fact = _digest((t.NAMES[tensor.dtype], tuple(tensor.shape), placements, mesh.shape))
-        return HeldTensor("", fact, nbytes, replica, replicas, _digest((where, copies)), where)
+        return HeldTensor(name, fact, nbytes, replica, replicas, _digest((where, copies)), where)
+
+    def _check_all_there(self, name: str, mesh: DeviceMesh, copies: tuple[int, ...]) -> None:
+        """`CheckpointError` if a shard is only on ranks that do not take part."""
+        if self._members is None:
+            return
+        there = np.isin(mesh.mesh.numpy(), list(self._members)).any(copies)
+        if not there.all():
+            raise CheckpointError(
+                f"the step would not be whole, the group has {there.sum()} of its {there.size} "
+                "shards: all ranks that have a part of a tensor are in the group that saves it",
+                phase="plan",
+                path=name,
+            )
 
     def _replica(self, mesh: DeviceMesh, copies: tuple[int, ...]) -> tuple[int, int]:
         """This rank's number among the ranks that take part and have replicas along `copies`, and
@@ -107,24 +122,12 @@ def row_of(one: HeldTensor, tensor: torch.Tensor, source: Source) -> Row:
     """The report to the coordinator of a tensor that ranks have differently."""
     if not one.mesh:
         dtype, shape = t.NAMES[tensor.dtype], tuple(tensor.shape)
-        return Row(one.name, one.fact, one.nbytes, dtype=dtype, shape=shape)
+        return Row(one.name, one.fact, dtype=dtype, shape=shape)
     parts = [part for part in local_parts(tensor) if part.tensor.numel()]
     boxes = _digest([part.box for part in parts])
     values = _digest([facts_of(source(part.tensor)) for part in parts])
-    nbytes = one.nbytes if written_by_name(one) else 0
     part = (boxes, values) if parts else (b"", b"")
-    return Row(one.name, one.fact, nbytes, one.mesh, part, bytes_of_all([tensor]))
-
-
-def bytes_of_all(wholes: Iterable[torch.Tensor]) -> int:
-    """Bytes of tensors, whichever ranks have them."""
-    return sum(prod(whole.size()) * whole.dtype.itemsize for whole in wholes)
-
-
-def bytes_by_rule(held: Sequence[HeldTensor]) -> int:
-    """Bytes that this rank writes where every rank has the same tensors."""
-    mine = written_by_rule(held)
-    return sum(one.nbytes for one in held if one.name in mine)
+    return Row(one.name, one.fact, one.mesh, part)
 
 
 def _digest(value: object) -> bytes:

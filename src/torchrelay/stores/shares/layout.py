@@ -7,13 +7,17 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from functools import cached_property
 from math import ceil, prod
 from typing import NamedTuple
 
 import msgspec
+import numpy as np
 
 from torchrelay.record.dtypes import itemsize
-from torchrelay.stores.safetensors import METADATA, HeaderEntry, described, header
+from torchrelay.record.kinds import KindTable
+from torchrelay.record.schema import ImageKind, ObjectBytes, Record, VolumeRecord, column_of
+from torchrelay.stores.safetensors import METADATA, header
 
 FILE_BYTES = 1 << 30  # a group of tensors larger than this is split
 CHUNK_BYTES = (4 << 10, 1 << 20)  # the least, and what files of a usual size have
@@ -24,7 +28,8 @@ LOOSE = "0"  # the file of tensors that are in no group; no key of a group begin
 
 
 class Entry(NamedTuple):
-    """A box of a tensor to be written. `top`: the key of the state's root that it is under."""
+    """A box of a tensor to be written. `top`: the key of the state's root that it is under.
+    `packed`: kind and size of an object that torch's planners gave as bytes, if it is one."""
 
     name: str
     dtype: str
@@ -32,6 +37,7 @@ class Entry(NamedTuple):
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
     top: str | None = None
+    packed: tuple[str, int] | None = None
 
     @property
     def nbytes(self) -> int:
@@ -52,10 +58,57 @@ class FileLayout(NamedTuple):
     chunk_bytes: int
     keys: tuple[str, ...] = ()
 
+    @property
+    def facts(self) -> tuple[str, int, int]:
+        return self.name, self.nbytes, self.chunk_bytes
+
+
+class ShareLayout:
+    """The boxes that one rank writes, and its files."""
+
+    def __init__(self, entries: Sequence[Entry], files: list[FileLayout]) -> None:
+        self.entries, self.files = entries, files
+
+    @cached_property
+    def record(self) -> Record:
+        """The report that all is written, but for the digests: boxes by the names of their tensors,
+        and volumes. Made when it is first needed, which a trainer does not wait for."""
+        boxes: dict[str, list[tuple[Entry, int, int]]] = {}
+        objects = []
+        for number, file in enumerate(self.files):
+            for start, index in file.placed:
+                entry = self.entries[index]
+                if entry.packed is not None:
+                    kind, nbytes = entry.packed
+                    objects.append(ObjectBytes(entry.name, kind, number, start, nbytes))
+                else:
+                    boxes.setdefault(entry.name, []).append((entry, number, start))
+        kinds = KindTable()
+        known: dict[object, int] = {}
+        kind_of = []
+        for placed in boxes.values():
+            key = tuple(entry[1:5] for entry, _, _ in placed)  # dtype, shape and box of each
+            if key not in known:
+                dtype, shape, _, _ = key[0]
+                cut = [(offsets, sizes) for _, _, offsets, sizes in key]
+                known[key] = kinds.image(ImageKind.of_boxes(dtype, shape, cut))
+            kind_of.append(known[key])
+        places = np.array([row[1:] for placed in boxes.values() for row in placed], np.int64)
+        return kinds.record(
+            (),
+            np.array(kind_of, np.int64),
+            ranks=(),
+            volumes=tuple(VolumeRecord(*file.facts) for file in self.files),
+            volume_of=column_of(places[:, 0]) if boxes else None,
+            starts=places[:, 1] if boxes else None,
+            names=tuple(enumerate(boxes)),
+            objects=tuple(objects),
+        )
+
 
 def arrange(
     entries: Sequence[Entry], rank: int = 0, world: int = 1, file_bytes: int | None = FILE_BYTES
-) -> list[FileLayout]:
+) -> ShareLayout:
     """The files of one rank.
 
     Each top-level entry of the state has its own: `model.safetensors` holds what is under "model",
@@ -63,6 +116,7 @@ def arrange(
     A state that is all tensors at its root goes to `model.safetensors` as it is.
     """
     tops = {entry.top for entry in entries}
+    sizes = [entry.nbytes for entry in entries]
     groups: dict[str, list[int]] = {}
     for index, entry in enumerate(entries):
         if tops == {None}:
@@ -72,22 +126,22 @@ def arrange(
         groups.setdefault(group, []).append(index)
     files = []
     for group, members in groups.items():
-        split = _split([entries[index].nbytes for index in members], file_bytes)
+        split = _split([sizes[index] for index in members], file_bytes)
         ranked = group if world == 1 else f"{group}.rank-{rank:05}-of-{world:05}"
         for part, places in enumerate(split, 1):
             name = ranked if len(split) == 1 else f"{ranked}-{part:05}-of-{len(split):05}"
             chosen = [members[place] for place in places]
             below = "" if group == LOOSE else group
-            files.append(_file(f"{name}.safetensors", below, chosen, entries))
+            files.append(_file(f"{name}.safetensors", below, chosen, entries, sizes))
         if len(split) > 1 and world == 1:
-            files.append(_index(group, files[-len(split) :], entries))
-    return files
+            files.append(_index(group, files[-len(split) :], sizes))
+    return ShareLayout(entries, files)
 
 
-def _index(group: str, files: Sequence[FileLayout], entries: Sequence[Entry]) -> FileLayout:
+def _index(group: str, files: Sequence[FileLayout], sizes: Sequence[int]) -> FileLayout:
     """The index file that loaders of models in several files expect: tensor names to files."""
     names = {key: file.name for file in files for key in file.keys}
-    total = sum(entries[index].nbytes for file in files for _, index in file.placed)
+    total = sum(sizes[index] for file in files for _, index in file.placed)
     text = msgspec.json.encode({"metadata": {"total_size": total}, "weight_map": names})
     return FileLayout(
         f"{group}.safetensors.index.json", text, (), len(text), _chunk_bytes(len(text))
@@ -104,6 +158,8 @@ def _split(sizes: Sequence[int], file_bytes: int | None) -> list[list[int]]:
     """Consecutive places, in as many parts of about the same size as keep under the limit."""
     total = sum(sizes)
     parts = 1 if file_bytes is None else max(1, ceil(total / file_bytes))
+    if parts == 1:
+        return [list(range(len(sizes)))]
     split: list[list[int]] = [[]]
     done = 0
     for place, size in enumerate(sizes):
@@ -114,7 +170,9 @@ def _split(sizes: Sequence[int], file_bytes: int | None) -> list[list[int]]:
     return split
 
 
-def _file(name: str, group: str, members: list[int], entries: Sequence[Entry]) -> FileLayout:
+def _file(
+    name: str, group: str, members: list[int], entries: Sequence[Entry], sizes: Sequence[int]
+) -> FileLayout:
     ordered = sorted(members, key=lambda index: -itemsize(entries[index].dtype))
     keys: dict[str, int] = {METADATA: -1}
     for index in ordered:
@@ -124,13 +182,10 @@ def _file(name: str, group: str, members: list[int], entries: Sequence[Entry]) -
             key = f"{_key(entries[index], group)}~{count}"
         keys[key] = index
     del keys[METADATA]
-    head = header(
-        HeaderEntry(key, *described(entry.dtype, entry.sizes), entry.nbytes)
-        for key, entry in ((key, entries[index]) for key, index in keys.items())
-    )
+    head = header((key, entries[n].dtype, entries[n].sizes) for key, n in keys.items())
     placed, end = [], len(head)
     for index in ordered:
-        if nbytes := entries[index].nbytes:
+        if nbytes := sizes[index]:
             placed.append((end, index))
             end += nbytes
     return FileLayout(name, head, tuple(placed), end, _chunk_bytes(end), tuple(keys))

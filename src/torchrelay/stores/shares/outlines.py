@@ -6,9 +6,9 @@ state, a position in the data. Plain values and plain tensors that differ are ke
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import cached_property
-from typing import NamedTuple
+from math import prod
 
 import msgspec
 import numpy as np
@@ -17,6 +17,7 @@ import xxhash
 from torchrelay.errors import CheckpointError
 from torchrelay.geometry.boxes import Numbers
 from torchrelay.plan.stored import Names
+from torchrelay.record.dtypes import itemsize
 from torchrelay.record.kinds import KindTable
 from torchrelay.record.manifest import Leaf, TensorLeaf, parts, with_parts
 from torchrelay.record.rows import LeafRows
@@ -29,22 +30,10 @@ from torchrelay.record.schema import (
     column_of,
     pack_column,
 )
+from torchrelay.stores.shares.ownership import Details, Ruling
 
 _encode = msgspec.msgpack.Encoder(enc_hook=pack_column).encode
 _replace = msgspec.structs.replace
-
-
-class RankOutline(NamedTuple):
-    """A rank's report of its outline: `shape` is as `shape_of` has it, and `leaves` are those that
-    may differ from the first rank with that shape, which reports its `outline`: a record, and the
-    names of its images. `renamed` has new names of tensors that are not those of an earlier rank,
-    `kinds` has the dtype and shape of those."""
-
-    shape: bytes
-    outline: tuple[Record, Sequence[str]] | None
-    leaves: Iterable[tuple[int, Leaf]]
-    renamed: Mapping[str, str]
-    kinds: Mapping[str, tuple[str, tuple[int, ...]]]
 
 
 def shape_of(record: Record) -> bytes:
@@ -60,21 +49,30 @@ def shape_of(record: Record) -> bytes:
     return xxhash.xxh3_128_digest(_encode((outline.tree, outline.leaves, columns, record.names)))
 
 
+def image_bytes(record: Record) -> int:
+    """Bytes of all images of an outline, whichever ranks write them."""
+    sizes = [prod(kind.shape) * itemsize(kind.dtype) for kind in record.image_kinds]
+    counts = np.bincount(record.image_kind, minlength=len(sizes)).tolist()
+    return sum(size * count for size, count in zip(sizes, counts, strict=True))
+
+
 class _Base:
     """The first outline of a shape. `numbers` has the image of the joined record that each of its
     own is."""
 
-    def __init__(self, record: Record, names: Sequence[str], joined: _Joined, told: RankOutline):
+    def __init__(
+        self, record: Record, names: Sequence[str], joined: _Joined, renamed: Mapping[str, str]
+    ) -> None:
         self._record, self._joined = record, joined
         self._names = names
         self.rows = LeafRows(record, at_rest=True)
-        self.renamed = frozenset(told.renamed)
+        self.renamed = frozenset(renamed)
         self._users: dict[int, tuple[Numbers, list[int]]] = {}
         kinds = [joined.kinds.image(kind) for kind in record.image_kinds]
         of_images = record.image_kind.tolist()
         self.numbers: Numbers = np.array(
             [
-                joined.image(told.renamed.get(name, name), kinds[of_images[image]])
+                joined.image(renamed.get(name, name), kinds[of_images[image]])
                 for image, name in enumerate(names)
             ],
             np.int64,
@@ -134,22 +132,33 @@ class _Joined:
         return found
 
 
-def merge(all_ranks: Iterable[RankOutline]) -> Record:
-    """Hold each distinct outline once, and separately what single ranks have of their own."""
+def merge(
+    shapes: Sequence[bytes],
+    outlines: Sequence[tuple[Record, Sequence[str]] | None],
+    details: Sequence[Details],
+    ruled: Sequence[Ruling],
+) -> Record:
+    """Hold each distinct outline once, and separately what single ranks have of their own.
+
+    All by rank: `shapes` are as `shape_of` has them. The first rank with a shape has its outline, a
+    record and the names of its images; leaves of `details` may differ from it, and so do tensors
+    that are renamed.
+    """
     joined = _Joined()
     bases: list[_Base] = []
     first: dict[bytes, int] = {}
     ranks: list[int] = []
     differences: list[RankDifference] = []
-    for rank, one in enumerate(all_ranks):
-        if one.shape not in first:
-            if one.outline is None:
+    for rank, (shape, mine) in enumerate(zip(shapes, outlines, strict=True)):
+        renamed = ruled[rank].renamed
+        if shape not in first:
+            if mine is None:
                 raise CheckpointError("a rank sent no outline", rank=rank, phase="plan")
-            first[one.shape] = len(bases)
-            bases.append(_Base(*one.outline, joined, one))
-        base = bases[first[one.shape]]
-        ranks.append(first[one.shape])
-        found = _difference(rank, one, base, joined)
+            first[shape] = len(bases)
+            bases.append(_Base(*mine, joined, renamed))
+        base = bases[first[shape]]
+        ranks.append(first[shape])
+        found = _difference(rank, details[rank], renamed, base, joined)
         if found.leaves or found.images:
             differences.append(found)
     record = joined.kinds.record(
@@ -163,7 +172,9 @@ def merge(all_ranks: Iterable[RankOutline]) -> Record:
     return _replace(record, names=tuple(given))
 
 
-def _difference(rank: int, one: RankOutline, base: _Base, joined: _Joined) -> RankDifference:
+def _difference(
+    rank: int, one: Details, renamed: Mapping[str, str], base: _Base, joined: _Joined
+) -> RankDifference:
     """The leaves and images that a rank has in place of those of its outline."""
     own = {}
     for index, leaf in one.leaves:
@@ -173,13 +184,14 @@ def _difference(rank: int, one: RankOutline, base: _Base, joined: _Joined) -> Ra
         if leaf != base.rows[index]:
             own[index] = leaf
     numbers, changed = base.numbers, []
-    for old in base.renamed | one.renamed.keys():
+    kinds = {row.name: (row.dtype, row.shape) for row in one.tensors if row.name in renamed}
+    for old in base.renamed | renamed.keys():
         image = base.images.get(old)
         if image is None:
             continue
         number = int(base.numbers[image])
-        if old in one.renamed:
-            number = joined.image(one.renamed[old], base.kind_like(image, *one.kinds[old]))
+        if old in renamed:
+            number = joined.image(renamed[old], base.kind_like(image, *kinds[old]))
         elif old in base.renamed:
             number = joined.names.get(old, number)
         if number != base.numbers[image]:

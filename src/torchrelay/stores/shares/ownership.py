@@ -50,17 +50,14 @@ class HeldTensor(NamedTuple):
 
 
 class Row(msgspec.Struct, array_like=True, frozen=True, gc=False):
-    """A `HeldTensor` as it is reported to the coordinator. Of a distributed one, `nbytes` are those
-    that this rank writes if none is left to another, `part` identifies the elements that it has:
-    which they are, and their values, and `whole` has the bytes of all parts. A plain one has its
-    dtype and shape."""
+    """A `HeldTensor` as it is reported to the coordinator. Of a distributed one, `part` identifies
+    the elements that this rank has: which they are, and their values. A plain one has its dtype and
+    shape."""
 
     name: str
     fact: bytes
-    nbytes: int
     mesh: bytes = b""
     part: tuple[bytes, bytes] = (b"", b"")
-    whole: int = 0
     dtype: str = ""
     shape: tuple[int, ...] = ()
 
@@ -71,7 +68,6 @@ class Statement(msgspec.Struct, array_like=True, frozen=True):
     shape: bytes  # of its outline but for the leaves
     leaves: _Digests
     tensors: _Digests
-    nbytes: int  # that it writes if all ranks have the same
 
 
 class Question(msgspec.Struct, array_like=True, frozen=True, tag="question"):
@@ -87,8 +83,7 @@ class Details(msgspec.Struct, array_like=True, frozen=True):
 
     tensors: list[Row]
     leaves: list[tuple[int, Leaf]]
-    outline: bytes | None  # a record, encoded
-    nbytes: int  # that it writes of tensors that are the same everywhere
+    outline: bytes | None = None  # a record, encoded
 
 
 class Ruling(msgspec.Struct, array_like=True, frozen=True, tag="ruling"):
@@ -232,8 +227,6 @@ def rulings(
             for rank, row in same:
                 if row.mesh != first.mesh:
                     left[rank].append(name)
-            written = sum(row.nbytes for _, row in same if row.mesh == first.mesh)
-            check_all_there(written, first.whole, name)
             continue
         for rank, row in several:
             if row.fact != first.fact:
@@ -250,26 +243,6 @@ def rulings(
     return [
         Ruling(tuple(asked), new, tuple(others)) for new, others in zip(renamed, left, strict=True)
     ]
-
-
-def bytes_ruled(details: Sequence[Details], ruled: Sequence[Ruling]) -> int:
-    """Bytes that all ranks write."""
-    total = 0
-    for one, ruling in zip(details, ruled, strict=True):
-        left = set(ruling.left)
-        total += one.nbytes + sum(row.nbytes for row in one.tensors if row.name not in left)
-    return total
-
-
-def check_all_there(nbytes: int, whole: int, path: str | None = None) -> None:
-    """`CheckpointError` if ranks write less than all of a tensor, or of a state."""
-    if nbytes < whole:
-        raise CheckpointError(
-            f"the step would not be whole, the group has {nbytes} of its {whole} bytes: all ranks "
-            "that have a part of a tensor are in the group that saves it",
-            phase="plan",
-            path=path,
-        )
 
 
 def _check_distributed(name: str, several: Sequence[tuple[int, Row]]) -> None:

@@ -13,6 +13,7 @@ from typing import NamedTuple
 import msgspec
 import numpy as np
 import torch
+import xxhash
 
 from torchrelay.coordination.call import Call
 from torchrelay.coordination.messages import decoded
@@ -22,6 +23,7 @@ from torchrelay.plan.at_rest import Described, describe
 from torchrelay.plan.casting import StandIns
 from torchrelay.plan.stored import Names
 from torchrelay.record.encoding import decode, encode
+from torchrelay.record.manifest import ValueLeaf
 from torchrelay.record.pause import gc_paused
 from torchrelay.record.rows import LeafRows
 from torchrelay.record.schema import Record
@@ -29,13 +31,11 @@ from torchrelay.state import tensors as t
 from torchrelay.state.local_parts import LocalBoxes, local_parts
 from torchrelay.state.paths import empty_tensors
 from torchrelay.stores.shares import ownership
-from torchrelay.stores.shares.held import Holder, bytes_by_rule, bytes_of_all, row_of
-from torchrelay.stores.shares.layout import Entry, FileLayout, arrange
-from torchrelay.stores.shares.outlines import RankOutline, merge, shape_of
+from torchrelay.stores.shares.held import Holder, row_of
+from torchrelay.stores.shares.layout import Entry, ShareLayout, arrange
+from torchrelay.stores.shares.outlines import image_bytes, merge, shape_of
 from torchrelay.stores.shares.ownership import Details, HeldTensor, Question, Ruling, Statement
-from torchrelay.stores.shares.share import Share, ShareContents
-
-Signature = list[tuple[object, ...]]
+from torchrelay.stores.shares.share import Share
 
 _encode = msgspec.msgpack.Encoder().encode
 _statement = msgspec.msgpack.Decoder(Statement)
@@ -44,10 +44,12 @@ _answer = msgspec.msgpack.Decoder(Question | Ruling)
 
 
 class PlannedShare(NamedTuple):
-    """The share of this rank; on the coordinator, also a record with the outlines of all ranks."""
+    """The share of this rank; on the coordinator, also a record with the outlines of all ranks, and
+    the names of its images where they are known."""
 
     share: Share
     outlined: Record | None
+    names: Sequence[str] | None = None
 
 
 class SharePlanner:
@@ -91,17 +93,16 @@ class SharePlanner:
                 data = call.round("plan", lambda: plan.details(question), plan.rule, deadline)
                 answer = decoded(_answer, data, rank=0)
             assert isinstance(answer, Ruling)
-            return PlannedShare(plan.share(answer), plan.outlined)
+            return PlannedShare(plan.share(answer), plan.outlined, plan.names)
 
 
 class _KnownPlan(NamedTuple):
     """All that follows from a state but for its memory."""
 
-    signature: Signature
+    signature: bytes
     ruling: Ruling
-    entries: list[Entry]
-    parts: list[tuple[int, int]]  # for each entry, the tensor and which of its parts
-    layouts: list[FileLayout]
+    parts: list[tuple[int, int]]  # for each entry with bytes, the tensor and which of its parts
+    layout: ShareLayout
 
 
 class SavePlan:
@@ -118,6 +119,7 @@ class SavePlan:
         self._statements: list[Statement] = []
         self._stand_ins = None if planner.dtype is None else StandIns(planner.dtype)
         self.outlined: Record | None = None  # the coordinator's: of all ranks
+        self.names: Sequence[str] | None = None
         self.nbytes = 0  # the coordinator's: of all ranks
 
     # On every rank.
@@ -127,7 +129,7 @@ class SavePlan:
         planner = self._planner
         state = self._state if planner.prepare is None else planner.prepare(self._state)
         self._described: Described = describe(state, self._stand_ins)
-        self._signature = _signature(self._described)
+        self._signature = _signature(self._described.record)
         tensors = list(zip(self._described.names, self._described.tensors, strict=True))
         if planner.world == 1:
             boxes = LocalBoxes()
@@ -141,19 +143,17 @@ class SavePlan:
                 shape_of(self._described.record),
                 ownership.digests_of_leaves(LeafRows(self._described.record, at_rest=True)),
                 ownership.digests_of_tensors(self._held),
-                bytes_by_rule(self._held),
             )
         )
 
     def details(self, question: Question) -> bytes:
         """The second message of this rank, where ranks differ."""
         buckets = set(question.tensors)
-        rows, same = [], []
-        for one, tensor in zip(self._held, self._described.tensors, strict=True):
-            if ownership.bucket_of(one.name) in buckets:
-                rows.append(row_of(one, tensor, self._source))
-            else:
-                same.append(one)
+        rows = [
+            row_of(one, tensor, self._source)
+            for one, tensor in zip(self._held, self._described.tensors, strict=True)
+            if ownership.bucket_of(one.name) in buckets
+        ]
         leaves = LeafRows(self._described.record, at_rest=True)
         asked = np.isin(ownership.buckets_of_leaves(leaves), question.leaves)
         return _encode(
@@ -161,7 +161,6 @@ class SavePlan:
                 rows,
                 [(index, leaves[index]) for index in np.flatnonzero(asked).tolist()],
                 encode(self._described.record) if question.outline else None,
-                bytes_by_rule(same),
             )
         )
 
@@ -173,10 +172,9 @@ class SavePlan:
         tensors = self._described.tensors
         found = [self._source(_part(tensors[image], number)) for image, number in known.parts]
         self._planner.known = known
-        contents = ShareContents(known.entries, found)
         if self._stand_ins is None:
-            return Share(contents, known.layouts)
-        return Share(contents, known.layouts, self._stand_ins.region)
+            return Share(known.layout, found)
+        return Share(known.layout, found, self._stand_ins.region)
 
     def _source(self, tensor: torch.Tensor) -> torch.Tensor:
         """The tensor that has the elements: a stand-in has none."""
@@ -186,21 +184,27 @@ class SavePlan:
         planner = self._planner
         mine = None if planner.world == 1 else self._mine(ruling)
         entries, parts = [], []
-        _, names, tensors, tops = self._described
+        record, names, tensors, tops = self._described
+        kinds = [(one.dtype, one.shape, (0,) * len(one.shape)) for one in record.image_kinds]
+        kind_of = record.image_kind.tolist()
         boxes = LocalBoxes()
         for image, (name, tensor, top) in enumerate(zip(names, tensors, tops, strict=True)):
             if mine is not None and name not in mine:
                 continue
-            dtype, shape = t.NAMES[tensor.dtype], tuple(tensor.size())
+            dtype, shape, origin = kinds[kind_of[image]]
             called = ruling.renamed.get(name, name)
+            if type(tensor) is torch.Tensor:  # as nearly all are: one box
+                entries.append(Entry(called, dtype, shape, origin, shape, top))
+                parts.append((image, 0))
+                continue
             for number, part in enumerate(local_parts(tensor, boxes)):
                 if part.tensor.numel():
                     entries.append(Entry(called, dtype, shape, *part.box, top))
                     parts.append((image, number))
         # Tensors without elements are in the headers of the first rank's files, and nowhere else.
         empty = _empty(self._described) if planner.rank == 0 else []
-        layouts = arrange([*entries, *empty], planner.rank, planner.world, planner.file_bytes)
-        return _KnownPlan(self._signature, ruling, entries, parts, layouts)
+        layout = arrange([*entries, *empty], planner.rank, planner.world, planner.file_bytes)
+        return _KnownPlan(self._signature, ruling, parts, layout)
 
     def _mine(self, ruling: Ruling) -> set[str]:
         """The names of tensors that this rank writes."""
@@ -218,48 +222,30 @@ class SavePlan:
 
     def compare(self, said: list[bytes]) -> list[bytes]:
         """A question to each rank where they differ, else the ruling that needs none."""
-        mine, tensors = self._described.record, self._described.tensors
-        nbytes = bytes_of_all(tensors)
         if self._planner.world > 1:
             self._statements = [decoded(_statement, data, rank) for rank, data in enumerate(said)]
             asked = ownership.questions(self._statements)
             if asked is not None:
                 return [_encode(question) for question in asked]
-            nbytes = sum(statement.nbytes for statement in self._statements)
-            ownership.check_all_there(nbytes, bytes_of_all(tensors))
-        self._end(msgspec.structs.replace(mine, ranks=(0,) * len(said)), nbytes)
+        self._end(msgspec.structs.replace(self._described.record, ranks=(0,) * len(said)))
+        self.names = self._described.names
         return [_encode(Ruling())] * len(said)
 
     def rule(self, said: list[bytes]) -> list[bytes]:
         """The ruling for each rank."""
         details = [decoded(_details, data, rank) for rank, data in enumerate(said)]
         asked = ownership.differing([one.tensors for one in self._statements])
-        record, names, tensors, _ = self._described
-        outlines: list[tuple[Record, Sequence[str]] | None] = [(record, names)]
+        outlines: list[tuple[Record, Sequence[str]] | None] = [self._described[:2]]
         outlines += [_outline(one, rank) for rank, one in enumerate(details[1:], 1)]
         taken = [name for one in outlines if one is not None for name in one[1]]
         ruled = ownership.rulings(details, asked, taken)
-        pairs = zip(names, tensors, strict=True)
-        same = [one for name, one in pairs if ownership.bucket_of(name) not in asked]
-        ownership.check_all_there(sum(one.nbytes for one in details), bytes_of_all(same))
-        merged = merge(
-            RankOutline(
-                statement.shape,
-                mine,
-                one.leaves,
-                ruling.renamed,
-                {row.name: (row.dtype, row.shape) for row in one.tensors},
-            )
-            for statement, mine, one, ruling in zip(
-                self._statements, outlines, details, ruled, strict=True
-            )
-        )
-        self._end(merged, ownership.bytes_ruled(details, ruled))
+        self._end(merge([one.shape for one in self._statements], outlines, details, ruled))
         return [_encode(ruling) for ruling in ruled]
 
-    def _end(self, outlined: Record, nbytes: int) -> None:
-        self._check_space(nbytes)
-        self.outlined, self.nbytes = outlined, nbytes
+    def _end(self, outlined: Record) -> None:
+        self.nbytes = image_bytes(outlined)
+        self._check_space(self.nbytes)
+        self.outlined = outlined
 
 
 def _outline(told: Details, rank: int) -> tuple[Record, Sequence[str]] | None:
@@ -310,17 +296,10 @@ def _part(tensor: torch.Tensor, number: int) -> torch.Tensor:
     return t.sharded_parts(tensor)[0][number].detach()  # type: ignore[arg-type]
 
 
-def _signature(described: Described) -> Signature:
-    """The facts that a plan depends on: names, dtypes, shapes and how tensors are distributed."""
-    found: Signature = [tuple(entry) for entry in _empty(described)]
-    _, names, tensors, tops = described
-    for name, tensor, top in zip(names, tensors, tops, strict=True):
-        if type(tensor) is torch.Tensor:
-            found.append((name, tensor.dtype, tensor.shape, top))
-        elif t.is_dtensor(tensor):
-            _, spec = t.dtensor_parts(tensor)
-            found.append((name, tensor.dtype, tensor.shape, spec.mesh, spec.placements))
-        else:
-            _, boxes, all_boxes, properties = t.sharded_parts(tensor)  # type: ignore[arg-type]
-            found.append((name, properties.dtype, tensor.size(), boxes, all_boxes))
-    return found
+def _signature(record: Record) -> bytes:
+    """A digest of what a plan depends on: names, dtypes, shapes and how tensors are distributed.
+    Plain values may be others at each save."""
+    (outline,) = record.outlines
+    others = tuple(leaf for leaf in outline.others if not isinstance(leaf, ValueLeaf))
+    bare = msgspec.structs.replace(outline, others=others)
+    return xxhash.xxh3_128_digest(encode(msgspec.structs.replace(record, outlines=(bare,))))

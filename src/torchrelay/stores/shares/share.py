@@ -2,34 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from types import MappingProxyType
-from typing import NamedTuple
+from collections.abc import Callable, Iterator, Sequence
 
-import numpy as np
 import torch
+from msgspec.structs import replace
 
 from torchrelay.errors import CheckpointError
-from torchrelay.geometry.boxes import Box
 from torchrelay.plan.region import Region, Stream
-from torchrelay.record.kinds import KindTable
-from torchrelay.record.schema import ImageKind, ObjectBytes, Record, VolumeRecord, column_of
+from torchrelay.record.schema import Record
 from torchrelay.state.tensors import versions_of
 from torchrelay.stores.seam import DataFiles
 from torchrelay.stores.shares.device_hashing import DeviceHashing
-from torchrelay.stores.shares.layout import Entry, FileLayout
+from torchrelay.stores.shares.layout import ShareLayout
 from torchrelay.stores.writer.file_writer import FileSpec, FileWriter, Range, Staged
 
 PASS_BYTES = 64 << 20
-
-
-class ShareContents(NamedTuple):
-    """Boxes to write with the memory they are in. `objects`: kind and size, by name, of those that
-    are the bytes of an object, which only the planners of torch make."""
-
-    entries: list[Entry]
-    tensors: list[torch.Tensor]
-    objects: Mapping[str, tuple[str, int]] = MappingProxyType({})
 
 
 class Share:
@@ -37,32 +24,27 @@ class Share:
 
     def __init__(
         self,
-        contents: ShareContents,
-        layouts: Sequence[FileLayout],
+        layout: ShareLayout,
+        tensors: list[torch.Tensor],
         region: Callable[[torch.Tensor, str], Region] = lambda tensor, dtype: Region.row_major(
             tensor
         ),
     ) -> None:
-        """`region`: the bytes of a tensor in a dtype, row by row."""
-        self.layouts = layouts
-        self.contents = contents
-        self._versions = versions_of(contents.tensors)
-        self.files = [FileSpec(file.name, file.nbytes, file.chunk_bytes) for file in layouts]
+        """`tensors`: the memory of the boxes, in their order. `region`: the bytes of a tensor in a
+        dtype, row by row."""
+        self.layout, self.tensors = layout, tensors
+        self._versions = versions_of(tensors)
+        self.files = [FileSpec(*file.facts) for file in layout.files]
         self.streams: list[Stream] = []
         self._headers: list[torch.Tensor] = []
-        self._objects: list[ObjectBytes] = []
         self._hashing: DeviceHashing | None = None
-        for number, layout in enumerate(layouts):
-            head = torch.frombuffer(bytearray(layout.header), dtype=torch.uint8)
+        entries = layout.entries
+        for file in layout.files:
+            head = torch.frombuffer(bytearray(file.header), dtype=torch.uint8)
             placed = [(0, Region.row_major(head))]
-            for start, index in layout.placed:
-                entry = contents.entries[index]
-                placed.append((start, region(contents.tensors[index], entry.dtype)))
-                if entry.name in contents.objects:
-                    kind, nbytes = contents.objects[entry.name]
-                    self._objects.append(ObjectBytes(entry.name, kind, number, start, nbytes))
+            placed += [(at, region(tensors[n], entries[n].dtype)) for at, n in file.placed]
             self._headers.append(head)
-            self.streams.append(Stream.of(placed, layout.nbytes))
+            self.streams.append(Stream.of(placed, file.nbytes))
 
     @property
     def nbytes(self) -> int:
@@ -93,10 +75,10 @@ class Share:
     def check_unchanged(self) -> None:
         """Called when everything has been copied: `CheckpointError` if a tensor was written to
         meanwhile, as far as autograd knows, or if memory of a GPU no longer has its digests."""
-        entries, tensors = self.contents.entries, self.contents.tensors
-        for entry, old, new in zip(entries, self._versions, versions_of(tensors), strict=True):
+        pairs = zip(self._versions, versions_of(self.tensors), strict=True)
+        for index, (old, new) in enumerate(pairs):
             if old != new:
-                raise _changed(path=entry.name)
+                raise _changed(path=self.layout.entries[index].name)
         if self._hashing is None or not any(file.digests for file in self.files):
             return
         for before, now in zip(self.files, self._hashing.hashed(), strict=True):
@@ -130,40 +112,10 @@ class Share:
                 yield [Range(index, start, stop, Staged(start, buffer.data_ptr()))]
 
     def written(self, digests: Sequence[bytes]) -> Record:
-        """The report of what was written: boxes by the names of their tensors, and volumes. Built
-        when all is written: a trainer waits for what is done before."""
-        boxes: dict[str, list[tuple[Box, int, int]]] = {}
-        first: dict[str, Entry] = {}
-        for number, layout in enumerate(self.layouts):
-            for start, index in layout.placed:
-                entry = self.contents.entries[index]
-                if entry.name not in self.contents.objects:
-                    first.setdefault(entry.name, entry)
-                    box = (entry.offsets, entry.sizes)
-                    boxes.setdefault(entry.name, []).append((box, number, start))
-        kinds = KindTable()
-        known: dict[object, int] = {}
-        kind_of = []
-        for name, placed in boxes.items():
-            entry, cut = first[name], tuple(box for box, _, _ in placed)
-            key = (entry.dtype, entry.shape, cut)
-            if key not in known:
-                known[key] = kinds.image(ImageKind.of_boxes(entry.dtype, entry.shape, cut))
-            kind_of.append(known[key])
-        places = np.array([row[1:] for placed in boxes.values() for row in placed], np.int64)
-        return kinds.record(
-            (),
-            np.array(kind_of, np.int64),
-            ranks=(),
-            volumes=tuple(
-                VolumeRecord(file.name, file.nbytes, file.chunk_bytes, None, known_digests)
-                for file, known_digests in zip(self.files, digests, strict=True)
-            ),
-            volume_of=column_of(places[:, 0]) if boxes else None,
-            starts=places[:, 1] if boxes else None,
-            names=tuple(enumerate(boxes)),
-            objects=tuple(self._objects),
-        )
+        """The report of what was written, with the digests of each file's chunks."""
+        record = self.layout.record
+        pairs = zip(record.volumes, digests, strict=True)
+        return replace(record, volumes=tuple(replace(file, digests=new) for file, new in pairs))
 
 
 def _changed(*, path: str | None = None, file: str | None = None) -> CheckpointError:

@@ -6,12 +6,12 @@ that are filled and written in turn (`memory_budget`). The trainer waits while s
 
 from __future__ import annotations
 
-import queue
-import threading
 from collections.abc import Iterator
+from functools import partial
 
 from torchrelay.deadlines import Deadline
 from torchrelay.errors import CheckpointError, StorageTimeoutError
+from torchrelay.memory import threads
 from torchrelay.memory.arena import Arena
 from torchrelay.memory.pages import paged
 from torchrelay.memory.staging import Copy, stage
@@ -70,33 +70,29 @@ class Pipeline:
         self._share, self._arena, self._target, self._deadline = share, arena, target, deadline
         self._slots = 1 if arena_bytes(share.files) <= arena.nbytes else SLOTS
         self._slot_bytes = arena.nbytes // self._slots
-        self._free = threading.Semaphore(self._slots)
-        self._jobs: queue.SimpleQueue[list[Placed] | None] = queue.SimpleQueue()
+        self._writes: list[threads.Running] = []  # of slots, each begun when the one before ended
         self._fault: BaseException | None = None
-        self._writer = threading.Thread(target=self._write, name="torchrelay-save", daemon=True)
-        self._writer.start()
 
-    def stage(self, threads: int) -> None:
+    def stage(self, workers: int) -> None:
         try:
             for number, placed in enumerate(fills(self._share.files, self._slot_bytes)):
-                self._wait_for_slot()
-                base = number % self._slots * self._slot_bytes  # they are written in turn
+                if number >= self._slots:
+                    self._wait_for(self._writes[number - self._slots])
+                base = number % self._slots * self._slot_bytes
                 copies = [
                     Copy(self._share.streams[file], start, stop, base + at)
                     for file, start, stop, at in placed
                 ]
-                stage(copies, self._arena.tensor, threads=threads)
-                self._jobs.put([(f, a, b, base + at) for f, a, b, at in placed])
+                stage(copies, self._arena.tensor, threads=workers)
+                filled = [(f, a, b, base + at) for f, a, b, at in placed]
+                write = partial(self._write, filled, self._writes[-1:])
+                self._writes.append(threads.run(write, "save"))
         except BaseException as fault:
             self._fault = self._fault or fault
             raise
-        finally:
-            self._jobs.put(None)
 
-    def _wait_for_slot(self) -> None:
-        is_free = self._free.acquire(
-            timeout=min(max(0.0, self._deadline.left()), threading.TIMEOUT_MAX)
-        )
+    def _wait_for(self, write: threads.Running) -> None:
+        is_free = write.wait(self._deadline.left())
         if self._fault is not None:
             raise self._fault
         if not is_free:
@@ -106,19 +102,18 @@ class Pipeline:
                 phase="stage",
             )
 
-    def _write(self) -> None:
+    def _write(self, placed: list[Placed], before: list[threads.Running]) -> None:
+        for write in before:
+            write.wait()
         try:
-            while (placed := self._jobs.get()) is not None and self._fault is None:
+            if self._fault is None:
                 self._target.write_staged(placed)
-                self._free.release()
         except BaseException as fault:
             self._fault = self._fault or fault
-            self._free.release()
 
     def finish(self) -> list[bytes]:
         """The digests of each file's chunks."""
-        self._writer.join(self._deadline.left())
-        if self._writer.is_alive():
+        if self._writes and not self._writes[-1].wait(self._deadline.left()):
             raise StorageTimeoutError(
                 "still writing at the deadline: give a longer timeout", phase="write"
             )

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import io
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 from zipfile import is_zipfile
 
 import torch
@@ -31,7 +31,6 @@ from torchrelay.plan.reads import BoxRead
 from torchrelay.plan.stored import StoredTensor
 from torchrelay.state import tensors as t
 from torchrelay.stores.shares.layout import Entry
-from torchrelay.stores.shares.share import ShareContents
 from torchrelay.stores.torch_plans.flattened import ValueTree
 
 STATE, RAW = "state", "raw"
@@ -40,24 +39,30 @@ _ONLY_PICKLE = (
 )
 
 
-def resolve_items(
-    items: Sequence[WriteItem], planner: SavePlanner, tops: Mapping[str, str | None]
-) -> tuple[ShareContents, dict[str, ValueTree]]:
+class ResolvedItems(NamedTuple):
     """The boxes and objects that a plan wants written, with their memory. Objects that are plain
     values go into the commit record, and not into a file."""
-    values: dict[str, ValueTree] = {}
+
+    entries: list[Entry]
+    tensors: list[torch.Tensor]
+    values: dict[str, ValueTree]
+
+
+def resolve_items(
+    items: Sequence[WriteItem], planner: SavePlanner, tops: Mapping[str, str | None]
+) -> ResolvedItems:
     objects: dict[str, tuple[str, bytes]] = {}
-    contents = ShareContents([], [])
+    found = ResolvedItems([], [], {})
     for item in items:
         name = item.index.fqn
         if item.type == WriteItemType.BYTE_IO:
             kind, packed = kept(item, planner, name)
-            found = describe(unpack(packed)).record if kind == STATE else None
-            if found is None or found.images:
+            record = describe(unpack(packed)).record if kind == STATE else None
+            if record is None or record.images:
                 objects[name] = kind, packed
             else:
-                (outline,) = found.outlines
-                values[name] = ValueTree(outline.tree, outline.others)
+                (outline,) = record.outlines
+                found.values[name] = ValueTree(outline.tree, outline.others)
             continue
         data = planner.resolve_data(item)
         assert isinstance(data, torch.Tensor) and item.tensor_data is not None
@@ -74,14 +79,14 @@ def resolve_items(
         if not local.numel() and 0 not in shape:
             continue  # a part without elements of a tensor that has some
         box = tuple(chunk.offsets), tuple(chunk.sizes)
-        contents.entries.append(Entry(name, t.NAMES[local.dtype], shape, *box, tops.get(name)))
-        contents.tensors.append(local)
-    for name, (_, packed) in objects.items():
+        found.entries.append(Entry(name, t.NAMES[local.dtype], shape, *box, tops.get(name)))
+        found.tensors.append(local)
+    for name, (kind, packed) in objects.items():
         size = (max(1, len(packed)),)
-        contents.entries.append(Entry(name, "uint8", size, (0,), size, "objects"))
-        contents.tensors.append(torch.frombuffer(bytearray(packed or b"\0"), dtype=torch.uint8))
-    sizes = {name: (kind, len(packed)) for name, (kind, packed) in objects.items()}
-    return contents._replace(objects=sizes), values
+        facts = (kind, len(packed))
+        found.entries.append(Entry(name, "uint8", size, (0,), size, "objects", facts))
+        found.tensors.append(torch.frombuffer(bytearray(packed or b"\0"), dtype=torch.uint8))
+    return found
 
 
 def asked_for(item: ReadItem, stored: StoredTensor, place: torch.Tensor) -> BoxRead:
