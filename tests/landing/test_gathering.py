@@ -23,7 +23,7 @@ from torchrelay.landing.destination import prepare
 from torchrelay.landing.gathering import GatherPlan, PartLanding, plan_gather
 from torchrelay.landing.options import LandingOptions
 from torchrelay.landing.seam import land
-from torchrelay.plan.gather.owners import _shared_out
+from torchrelay.plan.gather.reads import _shared_out
 from torchrelay.plan.snapshot import Snapshot, SnapshotPart, capture
 from torchrelay.record import manifest as m
 from torchrelay.record.encoding import decode

@@ -124,4 +124,4 @@ def test_elements_that_begin_amid_others_are_refused_by_path(tmp_path: Path) -> 
     for way in (lived, kept):
         with pytest.raises(tr.errors.UnsupportedLeafError, match="give a clone") as caught:
             way(state, None, tmp_path)
-    assert caught.value.path == "['even']"
+        assert caught.value.path == "['even']"

@@ -34,7 +34,8 @@ def likeness(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
 
 def facts(plain: PlainTensors) -> list[tuple[object, ...]]:
     kinds = [plain.kinds[number] for number in plain.kind_of.tolist()]
-    return list(zip(plain.leaves, kinds, plain.addresses, plain.offsets, strict=True))
+    columns = (column.tolist() for column in (plain.leaves, plain.addresses, plain.offsets))
+    return list(zip(kinds, *columns, strict=True))
 
 
 def check_found(leaves: list[Any]) -> None:
@@ -43,11 +44,11 @@ def check_found(leaves: list[Any]) -> None:
     plain = find_plain(leaves, versions)
     wanted = []
     for place, leaf in enumerate(leaves):
-        wanted += [(place, *rest) for _, *rest in facts(find_plain([leaf]))]
+        wanted += [(kind, place, *rest) for kind, _, *rest in facts(find_plain([leaf]))]
     assert facts(plain) == wanted
     assert plain.count == len(leaves)
     assert versions == tensors.versions_of(plain.of(leaves))
-    assert [x.data_ptr() for x in plain.of(leaves)] == plain.addresses
+    assert [x.data_ptr() for x in plain.of(leaves)] == plain.addresses.tolist()
     assert plain.lie_in_place(plain.of(leaves))
 
 
@@ -137,7 +138,7 @@ def test_what_it_tells_of_each_is_so() -> None:
     plain = find_plain(leaves)
     kinds = [plain.kinds[number] for number in plain.kind_of.tolist()]
     assert len(kinds) > 5
-    for leaf, kind, at in zip(plain.of(leaves), kinds, plain.addresses, strict=True):
+    for leaf, kind, at in zip(plain.of(leaves), kinds, plain.addresses.tolist(), strict=True):
         assert at == leaf.data_ptr() and kind.flags == tensors.flags_of(leaf)
         assert kind.shape == tuple(leaf.shape) and kind.nbytes == leaf.nbytes
 

@@ -200,7 +200,8 @@ def one_by_one(
     """What `split` does in columns, leaf by leaf."""
     plain = prepared.layout.plain
     kinds = map(plain.kinds.__getitem__, plain.kind_of.tolist())
-    known = dict(zip(plain.leaves, zip(kinds, plain.addresses, strict=True), strict=True))
+    facts = zip(kinds, plain.addresses.tolist(), strict=True)
+    known = dict(zip(plain.leaves.tolist(), facts, strict=True))
     pieces: list[tuple[int, ...]] = []
     rest = []
     for pair in pairs:

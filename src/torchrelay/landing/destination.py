@@ -132,10 +132,10 @@ def split(
         here, at, images = here[order], at[order], images[order]
     pieces = Straight(
         at,
-        plain.address_of[here],
+        plain.addresses[here],
         plain.nbytes[here],
         images,
-        plain.leaf_of[here],
+        plain.leaves[here],
         plain.on_host[here],
     )
     if (pieces.at[1:] < pieces.at[:-1] + pieces.nbytes[:-1]).any():
@@ -158,11 +158,11 @@ def _paired(
             every = np.arange(plain.count)
             return every, every, every
         both, here, there = np.intersect1d(
-            plain.leaf_of, rows.leaves, assume_unique=True, return_indices=True
+            plain.leaves, rows.leaves, assume_unique=True, return_indices=True
         )
         return here, there, both
     there = _places(rows.leaves, [pair[0] for pair in matched.pairs])
-    here = _places(plain.leaf_of, [pair[2] for pair in matched.pairs])
+    here = _places(plain.leaves, [pair[2] for pair in matched.pairs])
     numbers = np.flatnonzero((there >= 0) & (here >= 0))
     return here[numbers], there[numbers], numbers
 

@@ -9,35 +9,32 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
-from math import prod
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
-from msgspec.structs import replace
 
 from torchrelay.errors import UnsupportedLeafError
 from torchrelay.geometry.boxes import Numbers
 from torchrelay.plan.casting import StandIns
-from torchrelay.plan.description import Others, taken_apart
-from torchrelay.plan.images import Group, View, stored_dtype
+from torchrelay.plan.description import TakenApart
+from torchrelay.plan.images import View, stored_dtype
 from torchrelay.plan.outline import TensorRows, outline
 from torchrelay.plan.plain import PlainTensors, find_plain
-from torchrelay.plan.sharded import ShardedLeaves, kind_of_dtensor, kind_of_sharded
-from torchrelay.plan.state_plan import kinds_of_pieces
+from torchrelay.plan.sharded import ShardedLeaves, kind_of_dtensor, kind_of_sharded, local_of
+from torchrelay.plan.state_plan import OddRows, kinds_of_plain
 from torchrelay.record import manifest as m
 from torchrelay.record.kinds import KindTable
 from torchrelay.record.pause import gc_paused
 from torchrelay.record.rows import distributed_leaf
-from torchrelay.record.schema import ImageKind, LeafKind, Record
+from torchrelay.record.schema import ImageKind, Record
 from torchrelay.state import tensors as t
-from torchrelay.state.leaves import distributed_parts, finished
+from torchrelay.state.leaves import distributed_parts
 from torchrelay.state.local_parts import tie_of
 from torchrelay.state.objects import flatten_objects
 from torchrelay.state.paths import Path, dotted, show, slots
 
 Result = TypeVar("Result")
-_TORCHS_OWN = {torch.Tensor, torch.nn.Parameter}
 
 
 class Described(NamedTuple):
@@ -75,34 +72,28 @@ class _Describer:
             flat = flat._replace(leaves=leaves)
         self._leaves: Sequence[Any] = flat.leaves
         self._kinds = KindTable()
-        # Leaf, kind, entry and offset of tensors that are not plain.
+        # Leaf, kind, entry and offset of distributed tensors.
         self._rows: list[tuple[int, int, int, int]] = []
         self._others: dict[int, m.Leaf] = {}
-        self._parts: dict[int, m.TensorLeaf] = {}  # by ticket; `storage` is an entry
-        types = set(map(type, flat.leaves))
-        unlike = {kind for kind in types if t.is_distributed_type(kind)}
+        unlike = {kind for kind in set(map(type, flat.leaves)) if t.is_distributed_type(kind)}
         wholes = [n for n, leaf in enumerate(flat.leaves) if type(leaf) in unlike] if unlike else []
-        ordinary = ShardedLeaves()
-        ordinary.nothing_else = types <= _TORCHS_OWN
-        pieces, some = taken_apart(flat, without=wholes, sharded=ordinary)
-        self._plain = pieces.plain
+        apart = TakenApart(flat, ShardedLeaves(), wholes, at_rest=True)
+        self._plain = apart.plain
         # Of each entry, the leaf that names it, and which tensor of that leaf it is.
-        self._owners: list[int] = list(self._plain.leaves)
+        self._owners: list[int] = self._plain.leaves.tolist()
         self._tickets: list[int] = [0] * len(self._owners)
         self._tensors: list[torch.Tensor] = _bare_tensors(self._plain, self._leaves)
         self._image_kinds: list[int] = []  # of entries that are not plain tensors
         self._ties: dict[object, int] = {}  # entries of distributed tensors, by their memory
         self._known: dict[Hashable, tuple[int, int]] = {}  # kinds of DTensors and their images
-        leaf_of = {
-            item: leaf
-            for leaf, item in zip(some.leaves, some.described, strict=True)
-            if isinstance(item, int)
-        }
         self._add_distributed(wholes)
-        for group in some.images.groups():
-            owner = some.owners[group.tickets[0]]
-            self._named(owner, self._add_group, owner, group, some, leaf_of)
-        self.described = self._described(flat.tree, some)
+        first = len(self._owners)
+        for image in apart.resolved:
+            view, place = apart.images.views[image.ticket], apart.images.places[image.ticket]
+            tensor = _bare(view) if place.whole else image.region.keep
+            kind = self._kinds.image(image.kind.without_boxes)
+            self._entry(apart.owners[image.ticket], kind, tensor, image.ticket)
+        self.described = self._described(apart, first)
 
     def _named(self, leaf: int, act: Callable[..., Result], *arguments: Any) -> Result:
         """Call a function; an error that names no leaf names this one."""
@@ -121,37 +112,13 @@ class _Describer:
         self._tensors.append(tensor)
         return len(self._owners) - 1
 
-    def _add_group(self, owner: int, group: Group, some: Others, leaf_of: dict[int, int]) -> None:
-        """One image for tensors over the same memory: all of it, or bytes that they are views
-        of."""
-        first, layout = some.images.views[group.tickets[0]], group.layout
-        whole = layout is not None and layout.numel == prod(first.shape)
-        if layout is not None and whole:
-            low, strides = first.low, None if first.tensor.is_contiguous() else layout.strides
-            kind = self._kinds.image(ImageKind(stored_dtype(first.dtype), first.shape, strides, 0))
-            entry = self._entry(owner, kind, _bare(first), group.tickets[0])
-        else:
-            low, memory = some.images.memory(group.tickets)
-            kind = self._kinds.image(ImageKind("uint8", (memory.numel(),), None, 0))
-            entry = self._entry(owner, kind, memory, group.tickets[0])
-        for ticket in group.tickets:
-            view = some.images.views[ticket]
-            strides = None if whole else view.kept_strides
-            if ticket in leaf_of:
-                number = self._kinds.leaf(LeafKind(view.dtype, view.shape, strides, view.flags))
-                self._rows.append((leaf_of[ticket], number, entry, view.low - low))
-            else:
-                self._parts[ticket] = m.TensorLeaf(
-                    view.dtype, view.shape, strides, entry, view.low - low, view.flags
-                )
-
     # Distributed tensors, whole.
 
     def _add_distributed(self, wholes: Sequence[int]) -> None:
-        locals_ = [self._named(index, _local_of, self._leaves[index]) for index in wholes]
+        locals_ = [self._named(index, local_of, self._leaves[index]) for index in wholes]
         plain = find_plain(locals_, offsets=False)
-        addresses = dict(zip(plain.leaves, plain.addresses, strict=True))
-        shared = Counter(plain.addresses)
+        addresses = dict(zip(plain.leaves.tolist(), plain.addresses.tolist(), strict=True))
+        shared = Counter(addresses.values())
         for number, index in enumerate(wholes):
             address = addresses.get(number)  # of one that needs no other look
             leaf, local = self._leaves[index], locals_[number]
@@ -205,48 +172,34 @@ class _Describer:
 
     # The record.
 
-    def _described(self, tree: m.Node, some: Others) -> Described:
+    def _described(self, apart: TakenApart, first: int) -> Described:
+        """`first` is the entry of the first image that `apart` has resolved."""
         owners = np.array(self._owners, np.int64)
         place: Numbers = np.empty(len(owners), np.int64)  # of each entry, its image
         order = np.lexsort((np.array(self._tickets, np.int64), owners))
         place[order] = np.arange(len(order))
-        plain, images = kinds_of_pieces(self._plain, ShardedLeaves(), self._kinds, boxes=0)
+        plain, images = kinds_of_plain(self._plain, ShardedLeaves(), self._kinds, boxes=0)
+        odd = OddRows(apart, self._kinds)
+        self._rows += [(leaf, kind, first + image, at) for leaf, kind, image, at in odd.rows]
+        for leaf, found in odd.finished(place[first:].tolist()).items():
+            if isinstance(found, m.SubclassLeaf) and any(distributed_parts(found)):
+                why = "a tensor subclass around a DTensor"
+                raise UnsupportedLeafError(why, path=show(self._paths[leaf]))
+            self._others[leaf] = found
         kind_of = np.concatenate([images, np.array(self._image_kinds, np.int64)])
-        count = len(plain)
-        self._finish_others(some, place)
         leaves, kinds, entries, offsets = np.array(self._rows, np.int64).reshape(-1, 4).T
-        zeros = np.zeros(count, np.int64)
-        found = outline(
-            tree,
+        found_rows = outline(
+            apart.flat.tree,
             len(self._leaves),
             self._others,
-            TensorRows(self._plain.leaf_of, plain, place[:count], zeros),
+            TensorRows(self._plain.leaves, plain, place[: len(plain)], np.zeros_like(plain)),
             TensorRows(leaves, kinds, place[entries], offsets),
         )
         names, given = self._names(order.tolist())
-        record = self._kinds.record((found,), kind_of[order], names=given)
+        record = self._kinds.record((found_rows,), kind_of[order], names=given)
         paths = [self._paths[self._owners[entry]] for entry in order.tolist()]
         tops = [str(path[0]) if len(path) > 1 else None for path in paths]
         return Described(record, names, [self._tensors[n] for n in order.tolist()], tops)
-
-    def _finish_others(self, some: Others, place: Numbers) -> None:
-        """The records of leaves that are not rows, over images by their numbers."""
-
-        def part(ticket: int) -> m.TensorLeaf:
-            found = self._parts.get(ticket)
-            if found is not None:
-                return replace(found, storage=int(place[found.storage]))
-            view = some.images.views[ticket]
-            flags = view.flags & ~m.ON_DEVICE  # a tensor at rest is on none
-            return m.TensorLeaf(view.dtype, view.shape, view.kept_strides, -1, 0, flags)
-
-        rows = {row[0] for row in self._rows}
-        for leaf, item in zip(some.leaves, some.described, strict=True):
-            if leaf not in rows:
-                self._others[leaf] = record = finished(item, part)
-                if isinstance(record, m.SubclassLeaf) and any(distributed_parts(record)):
-                    why = "a tensor subclass around a DTensor"
-                    raise UnsupportedLeafError(why, path=show(self._paths[leaf]))
 
     def _names(self, order: Sequence[int]) -> tuple[list[str], tuple[tuple[int, str], ...]]:
         """The names of the images, and those that are not the path of their first leaf."""
@@ -262,14 +215,6 @@ class _Describer:
             if count:
                 given.append((image, name))
         return list(found), tuple(given)
-
-
-def _local_of(leaf: Any) -> torch.Tensor | None:
-    """A tensor that this process has of a distributed one."""
-    if not isinstance(leaf, t.ShardedTensor):
-        return t.dtensor_parts(leaf)[0]
-    locals_ = t.sharded_parts(leaf)[0]
-    return locals_[0] if locals_ else None
 
 
 def _bare_tensors(plain: PlainTensors, leaves: Sequence[Any]) -> list[torch.Tensor]:

@@ -6,35 +6,20 @@ outline with its named tensors (`at_rest`), and the layout of a destination.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from functools import cached_property
-from typing import Any, NamedTuple
 
 import numpy as np
 
 from torchrelay.errors import RelayError
 from torchrelay.geometry.boxes import Numbers
-from torchrelay.geometry.chunks import ALIGN
-from torchrelay.geometry.runs import Column
-from torchrelay.plan.images import LEAF, PART, Images, reaching
+from torchrelay.plan.images import LEAF, PART, Image, Images, reaching
 from torchrelay.plan.plain import PlainTensors, find_plain
 from torchrelay.plan.sharded import ShardedLeaves, find_sharded
+from torchrelay.record.rows import Marks
 from torchrelay.state.leaves import Finish, describe
 from torchrelay.state.paths import LeafPaths
-from torchrelay.state.tree import Flat
-
-Indices = np.ndarray[Any, np.dtype[np.intp]]
-
-
-class Pieces(NamedTuple):
-    """Plain tensors that reach into no other, each an image of its own, and their storages. Holds
-    no tensor."""
-
-    plain: PlainTensors
-    storage: Indices  # of each piece; storages are numbered in order of first use
-    at: Column  # where each lies in its storage, without what no piece reaches
-    firsts: Indices  # of each storage, the first leaf in it
-    sizes: Column  # of each storage
+from torchrelay.state.tree import Flat, show
 
 
 class PlainLayout:
@@ -44,12 +29,11 @@ class PlainLayout:
     def __init__(self, flat: Flat) -> None:
         self.sharded = find_sharded(flat.leaves)
         self.locals = self.sharded.local_leaves(flat.leaves)
-        nothing_else = self.sharded.nothing_else
-        plain = find_plain(self.locals, offsets=False, nothing_else=nothing_else)
-        shared = reaching(plain.address_of, plain.address_of + plain.nbytes)
+        plain = find_plain(self.locals, offsets=False)
+        shared = reaching(plain.addresses, plain.addresses + plain.nbytes)
         # Tensors that share no memory with each other.
-        self.plain: PlainTensors = plain.some((~shared).tolist()) if shared.any() else plain
-        self.plain.on_host, self.plain.leaf_of  # noqa: B018  # asked for while there is time
+        self.plain: PlainTensors = plain.some(~shared) if shared.any() else plain
+        self.plain.on_host  # noqa: B018  # asked for while there is time
 
     @cached_property
     def kinds(self) -> Numbers:
@@ -58,95 +42,74 @@ class PlainLayout:
         return self.sharded.kinds_of(self.plain)
 
 
-class Others(NamedTuple):
-    """Leaves that are not pieces, described tensor by tensor."""
+class TakenApart:
+    """A state as `plain` tensors that reach into no other, each an image of its own, and `others`:
+    leaves that are described tensor by tensor, but for those in `without`.
 
-    leaves: Sequence[int]
-    described: list[int | Finish]
-    images: Images
-    owners: list[int]  # of each tensor taken in, its leaf
-    roles: list[int]  # of each tensor taken in, as `Images.resolve` takes them
-
-
-def taken_apart(
-    flat: Flat,
-    versions: list[int] | None = None,
-    without: Collection[int] = (),
-    sharded: ShardedLeaves | None = None,
-) -> tuple[Pieces, Others]:
-    """The pieces of a state, and what it has besides them, but for the leaves in `without`.
-
-    Distributed tensors in `sharded` count as their local tensors. `versions` receives the version
-    counters of the pieces. `UnsupportedLeafError` names what cannot be described.
+    Distributed tensors in `sharded` count as their local tensors, which `locals` has in their
+    places. `versions` are the version counters of the plain ones. At rest images are row-major, and
+    no tensor is on a device. `UnsupportedLeafError` names what cannot be described.
     """
-    sharded = sharded or ShardedLeaves()
-    plain = find_plain(
-        sharded.local_leaves(flat.leaves), versions, nothing_else=sharded.nothing_else
-    )
-    others = _describe_others(flat, plain, without, sharded)
-    leave = _tangled(plain, others.images)
-    if leave.any():
-        plain = plain.some((~leave).tolist())
-        if versions is not None:
-            versions[:] = np.array(versions)[~leave].tolist()
-        others = _describe_others(flat, plain, without, sharded)
-    return _storages(plain), others
+
+    def __init__(
+        self,
+        flat: Flat,
+        sharded: ShardedLeaves,
+        without: Collection[int] = (),
+        *,
+        at_rest: bool = False,
+    ) -> None:
+        self.flat, self.sharded, self.at_rest = flat, sharded, at_rest
+        self.locals = sharded.local_leaves(flat.leaves)
+        self.versions: list[int] = []
+        self.plain = find_plain(self.locals, self.versions)
+        self._describe_others(without)
+        leave = _tangled(self.plain, self.images)
+        if leave.any():
+            self.plain = self.plain.some(~leave)
+            self.versions = np.array(self.versions)[~leave].tolist()
+            self._describe_others(without)
+
+    def _describe_others(self, without: Collection[int]) -> None:
+        """Describe the leaves that are neither plain nor in `without`."""
+        rest = np.ones(self.plain.count, bool)
+        rest[self.plain.leaves] = False
+        rest[list(without)] = False
+        self.others: list[int] = np.flatnonzero(rest).tolist()
+        self.described: list[int | Finish] = []  # of each of the others
+        self.images = images = Images()
+        self.owners: list[int] = []  # of each tensor in `images`, its leaf
+        self.roles: list[int] = []  # of each tensor there, as `Images.resolve` takes them
+        for index in self.others:
+            leaf = self.flat.leaves[index]
+            try:
+                described = describe(leaf, (), images.add)
+            except RelayError:
+                path = LeafPaths(self.flat.tree).steps(index)
+                describe(leaf, path, images.add)  # with its path this time
+                raise
+            role = LEAF if isinstance(described, int) else self.sharded.numbers.get(index, PART)
+            added = len(images) - len(self.owners)
+            self.described.append(described)
+            self.owners.extend([index] * added)
+            self.roles.extend([role] * added)
+
+    @cached_property
+    def resolved(self) -> list[Image]:
+        """The images of the others."""
+        return self.images.resolve(
+            self.roles, self.sharded.kinds, self._path_of, at_rest=self.at_rest
+        )
+
+    def _path_of(self, ticket: int) -> str:
+        return show(LeafPaths(self.flat.tree)[self.owners[ticket]])
 
 
-def _describe_others(
-    flat: Flat, plain: PlainTensors, without: Collection[int], sharded: ShardedLeaves
-) -> Others:
-    """Describe the leaves that are neither plain nor in `without`."""
-    rest = np.ones(plain.count, bool)
-    rest[plain.leaf_of] = False
-    rest[list(without)] = False
-    leaves = np.flatnonzero(rest).tolist()
-    images = Images()
-    found = Others(leaves, [], images, [], [])
-    for index in leaves:
-        leaf = flat.leaves[index]
-        try:
-            described = describe(leaf, (), images.add)
-        except RelayError:
-            path = LeafPaths(flat.tree).steps(index)
-            describe(leaf, path, images.add)  # with its path this time
-            raise
-        role = LEAF if isinstance(described, int) else sharded.numbers.get(index, PART)
-        added = len(images) - len(found.owners)
-        found.described.append(described)
-        found.owners.extend([index] * added)
-        found.roles.extend([role] * added)
-    return found
-
-
-def _tangled(plain: PlainTensors, others: Images) -> np.ndarray[Any, np.dtype[np.bool_]]:
+def _tangled(plain: PlainTensors, others: Images) -> Marks:
     """Marks plain tensors whose storage has bytes that several tensors, or `others`, have."""
-    starts, lows = plain.origins, plain.address_of
+    starts, lows = plain.origins, plain.addresses
     more_lows, more_highs = others.spans
     highs = np.concatenate([lows + plain.nbytes, more_highs])
     meet = reaching(np.concatenate([lows, more_lows]), highs)[: len(lows)]
     touched = np.concatenate([np.array(others.origins, np.uint64), starts[meet]])
     return np.isin(starts, touched) if len(touched) else meet
-
-
-def _storages(plain: PlainTensors) -> Pieces:
-    """Lay plain tensors that do not overlap out by their storages."""
-    starts, addresses, nbytes = plain.origins, plain.address_of, plain.nbytes
-    if starts is addresses or len(np.unique(starts)) == len(starts):  # each has its own
-        zeros = np.zeros(len(starts), np.uint64)
-        return Pieces(plain, np.arange(len(starts)), zeros, plain.leaf_of, nbytes)
-    order = np.lexsort((addresses, starts))
-    _, first, storage = np.unique(starts, return_index=True, return_inverse=True)
-    rank = np.empty(len(first), np.intp)
-    rank[np.argsort(first)] = np.arange(len(first))
-    storage = rank[storage]
-    aligned = -(-nbytes.astype(np.int64) // ALIGN) * ALIGN
-    begins = np.cumsum(aligned[order]) - aligned[order]
-    opens = np.ones(len(order), bool)  # the first piece of a storage
-    opens[1:] = starts[order][1:] != starts[order][:-1]
-    at = np.empty(len(order), np.int64)
-    at[order] = begins - np.maximum.accumulate(np.where(opens, begins, 0))
-    sizes = np.zeros(len(first), np.int64)
-    np.maximum.at(sizes, storage, at + nbytes.astype(np.int64))
-    firsts = plain.leaf_of[np.sort(first)]
-    return Pieces(plain, storage, at.astype(np.uint64), firsts, sizes.astype(np.uint64))

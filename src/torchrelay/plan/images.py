@@ -9,7 +9,7 @@ overlap count as one: numpy and others hand torch the same memory several times.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property
 from math import prod
 from typing import Any, NamedTuple
@@ -83,8 +83,10 @@ class Group(NamedTuple):
 
 
 class Image(NamedTuple):
-    """The memory of an image, its storage by number of first use, and its place there."""
+    """The memory of an image, its storage by number of first use, and its place there. `ticket` is
+    the first tensor that is of it."""
 
+    ticket: int
     kind: ImageKind
     device: str
     region: Region
@@ -100,7 +102,7 @@ PART, LEAF, SHARDED = -2, -1, 0
 class Images:
     """Collects tensors as `views`, by ticket, then says how their bytes are laid out.
 
-    Plain tensors that reach into no other do not come here: those are `Pieces`.
+    Plain tensors that reach into no other do not come here.
     """
 
     def __init__(self) -> None:
@@ -175,11 +177,6 @@ class Images:
         """The first ticket in each image."""
         return [min(tickets) for tickets in self._storages.values()]
 
-    def groups(self) -> Iterator[Group]:
-        """The tensors that have bytes, by the memory that they share."""
-        for tickets in self._storages.values():
-            yield from self._groups(tickets)
-
     def _groups(self, tickets: list[int]) -> Iterator[Group]:
         spans = [(self.views[ticket].low, self.views[ticket].high) for ticket in tickets]
         for found in overlapping(spans):
@@ -212,10 +209,18 @@ class Images:
         mask = touched([view.within(low) for view in views], high - low)
         return low, memory if mask is None else memory * mask.to(memory.device)
 
-    def resolve(self, roles: Sequence[int], sharded: Sequence[ShardedKind]) -> list[Image]:
+    def resolve(
+        self,
+        roles: Sequence[int],
+        sharded: Sequence[ShardedKind],
+        path_of: Callable[[int], str],
+        *,
+        at_rest: bool = False,
+    ) -> list[Image]:
         """The images, by storage in order of first use. After this, `places` has them by ticket.
 
-        `roles` has what each tensor is to the state, `sharded` the kinds of distributed ones.
+        `roles` has what each tensor is to the state, `sharded` the kinds of distributed ones, and
+        `path_of` names a tensor in an error.
         """
         self.places = [NOWHERE] * len(self.views)
         images: list[Image] = []
@@ -223,19 +228,29 @@ class Images:
             end = 0
             for group in self._groups(tickets):
                 at = aligned(end)
-                kinds = {roles[ticket] for ticket in group.tickets}
-                image = self._image(group, len(images), kinds, sharded)
-                images.append(Image(*image, storage, at))
+                kinds, first = {roles[ticket] for ticket in group.tickets}, group.tickets[0]
+                try:
+                    image = self._image(group, len(images), kinds, sharded, at_rest)
+                except UnsupportedLeafError as fault:
+                    fault.path = fault.path or path_of(first)
+                    raise
+                images.append(Image(first, *image, storage, at))
                 end = at + image[2].nbytes
         return images
 
     def _image(
-        self, group: Group, number: int, roles: set[int], sharded: Sequence[ShardedKind]
+        self,
+        group: Group,
+        number: int,
+        roles: set[int],
+        sharded: Sequence[ShardedKind],
+        at_rest: bool,
     ) -> tuple[ImageKind, str, Region]:
         tickets, layout = group
         first = self.views[tickets[0]]
         device = "cpu" if isinstance(first.key, int) else first.key[0]
-        if layout is None:
+        whole = layout is not None and layout.numel == prod(first.shape)
+        if layout is None or (at_rest and not whole):
             low, memory = self.memory(tickets)
             for ticket in tickets:
                 view = self.views[ticket]
@@ -246,14 +261,14 @@ class Images:
             return ImageKind("uint8", (region.nbytes,)), device, region
         region = Region(first.tensor, first.shape, first.strides, layout.order)
         strides = None if layout.strides == contiguous_strides(first.shape) else layout.strides
-        whole = layout.numel == prod(first.shape)
         if whole and min(roles) >= SHARDED:
             kind = sharded[min(roles)]
             whole = all(_is_local_part(first, kind, sharded[role]) for role in roles)
             found = ImageKind.of_boxes(kind.dtype, kind.shape, [kind.box], strides)
         else:
             # Parts of odd leaves have their strides with them, unless those are row-major.
-            whole = whole and max(roles) < SHARDED and (strides is None or PART not in roles)
+            as_it_is = strides is None or at_rest or PART not in roles
+            whole = whole and max(roles) < SHARDED and as_it_is
             found = ImageKind(stored_dtype(first.dtype), first.shape, strides)
         if not whole:
             found = ImageKind("uint8", (region.nbytes,))

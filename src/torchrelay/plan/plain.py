@@ -21,6 +21,7 @@ import torch
 from torchrelay.geometry.boxes import Numbers
 from torchrelay.geometry.runs import Column
 from torchrelay.record import manifest as m
+from torchrelay.record.rows import Marks
 from torchrelay.state.tensors import NAMES, Like, blocks, versions_of
 
 _Tensor = torch.Tensor
@@ -50,11 +51,11 @@ class PlainTensors:
     def __init__(
         self,
         count: int,
-        leaves: Sequence[int],
+        leaves: Numbers,
         kinds: list[TensorKind],
         kind_of: Numbers,
-        addresses: list[int],
-        offsets: list[int],
+        addresses: Column,
+        offsets: Column,
     ) -> None:
         self.count = count  # of leaves that were looked at
         self.leaves = leaves  # which of them are plain, in order
@@ -67,51 +68,39 @@ class PlainTensors:
         return len(self.addresses)
 
     @cached_property
-    def leaf_of(self) -> Numbers:
-        """The leaves, as a column."""
-        whole = len(self) == self.count
-        return np.arange(self.count) if whole else np.array(self.leaves, np.int64)
-
-    @cached_property
-    def address_of(self) -> Column:
-        """The addresses, as a column."""
-        return np.array(self.addresses, np.uint64)
-
-    @cached_property
     def nbytes(self) -> Column:
         """The bytes of each."""
         table: Column = np.array([kind.nbytes for kind in self.kinds], np.uint64)
         return table[self.kind_of]
 
     @cached_property
-    def on_host(self) -> np.ndarray[Any, np.dtype[np.bool_]]:
+    def on_host(self) -> Marks:
         """Whether each lies in host memory."""
-        marks = np.array([kind.device == "cpu" for kind in self.kinds], bool)
-        column: np.ndarray[Any, np.dtype[np.bool_]] = marks[self.kind_of]
+        column: Marks = np.array([kind.device == "cpu" for kind in self.kinds], bool)[self.kind_of]
         return column
 
     @property
     def origins(self) -> Column:
         """The address at which the storage of each starts."""
-        if not any(self.offsets):
-            return self.address_of
-        sizes = np.array([kind.itemsize for kind in self.kinds], np.uint64)
-        return self.address_of - np.array(self.offsets, np.uint64) * sizes[self.kind_of]
+        if not self.offsets.any():
+            return self.addresses
+        sizes: Column = np.array([kind.itemsize for kind in self.kinds], np.uint64)
+        return self.addresses - self.offsets * sizes[self.kind_of]
 
     def of(self, leaves: Sequence[Any]) -> Sequence[Any]:
         """The plain ones of these leaves."""
-        return leaves if len(self) == self.count else [leaves[n] for n in self.leaves]
+        return leaves if len(self) == self.count else [leaves[n] for n in self.leaves.tolist()]
 
     def lie_in_place(self, tensors: Sequence[Any]) -> bool:
         """Whether the tensors, which are those looked at or like them, lie where they did."""
-        return list(map(_data_ptr, tensors)) == self.addresses
+        now: list[int] = list(map(_data_ptr, tensors))
+        return now == list(self.addresses.tolist())
 
-    def some(self, keep: list[bool]) -> PlainTensors:
+    def some(self, keep: Marks) -> PlainTensors:
         """Only the tensors that are marked in `keep`."""
-        columns = (self.leaves, self.addresses, self.offsets)
-        leaves, addresses, offsets = (list(compress(column, keep)) for column in columns)
-        kinds = self.kind_of[np.array(keep, bool)]
-        return PlainTensors(self.count, leaves, self.kinds, kinds, addresses, offsets)
+        columns = (self.leaves[keep], self.kinds, self.kind_of[keep], self.addresses[keep])
+        offsets = self.offsets[keep] if len(self.offsets) else self.offsets
+        return PlainTensors(self.count, *columns, offsets)
 
 
 def find_plain(
@@ -119,23 +108,20 @@ def find_plain(
     versions: list[int] | None = None,
     *,
     offsets: bool = True,
-    nothing_else: bool = False,
 ) -> PlainTensors:
     """Find the plain tensors among leaves, all of them different objects.
 
     Memory that torch cannot show never passes: asked for the address of a sparse, functional or
     functorch-wrapped tensor, or for the shape of a nested one, torch raises or says 0. `versions`
     receives the version counters of those that are plain. Without `offsets` no tensor is asked
-    where in its storage it lies, and `origins` is of no use. `nothing_else`: all leaves are known
-    to be tensors and parameters of torch itself.
+    where in its storage it lies, and `origins` is of no use.
     """
     places: Sequence[int] = range(len(leaves))
     tensors: Any = leaves
-    if not nothing_else:
+    if not _TYPES.issuperset(map(type, leaves)):
         marks = [*map(_TYPES.__contains__, map(type, leaves))]
-        if not all(marks):
-            places = [*compress(places, marks)]
-            tensors = [*compress(leaves, marks)]
+        places = [*compress(places, marks)]
+        tensors = [*compress(leaves, marks)]
     kinds = _KindNumbers()
     plain: list[int] | None = None  # places, once some tensors are not plain
     numbers: list[Numbers] = [np.zeros(0, np.int64)]
@@ -169,8 +155,15 @@ def find_plain(
             versions += versions_of(kept)
     if plain is not None:
         places = plain
-    kind_of = np.concatenate(numbers)
-    return PlainTensors(len(leaves), places, kinds.found, kind_of, addresses, starts)
+    every = len(places) == len(leaves)
+    return PlainTensors(
+        len(leaves),
+        np.arange(len(leaves)) if every else np.array(places, np.int64),
+        kinds.found,
+        np.concatenate(numbers),
+        np.array(addresses, np.uint64),
+        np.array(starts, np.uint64),
+    )
 
 
 class _KindNumbers:

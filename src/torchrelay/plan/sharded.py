@@ -24,7 +24,6 @@ from torchrelay.record.schema import BoxSharding, ImageKind, LeafKind, MeshShard
 from torchrelay.state import tensors as t
 from torchrelay.state.meshes import mesh_record
 
-_PLAIN = {torch.Tensor, torch.nn.Parameter}
 _encode = msgspec.msgpack.Encoder().encode
 
 
@@ -67,7 +66,6 @@ class ShardedLeaves:
     """The distributed tensors among some leaves: by leaf, the local tensor and its kind."""
 
     def __init__(self) -> None:
-        self.nothing_else = False  # whether all leaves are tensors and parameters of torch itself
         self.locals: dict[int, torch.Tensor] = {}
         self.numbers: dict[int, int] = {}
         self.kinds: list[ShardedKind] = []
@@ -88,11 +86,7 @@ class ShardedLeaves:
             return leaves
         found = list(leaves)
         for leaf in self.locals:
-            tensor = found[leaf]
-            if isinstance(tensor, t.ShardedTensor):
-                found[leaf] = t.sharded_parts(tensor)[0][0]
-            else:
-                found[leaf] = t.dtensor_parts(tensor)[0]
+            found[leaf] = local_of(found[leaf])
         return found
 
     def kinds_of(self, plain: PlainTensors) -> Numbers:
@@ -101,9 +95,9 @@ class ShardedLeaves:
         if not self.numbers:
             return plain.kind_of
         leaves = np.array([*self.numbers], np.int64)
-        rows = np.searchsorted(plain.leaf_of, leaves)
+        rows = np.searchsorted(plain.leaves, leaves)
         there = rows < len(plain)
-        there[there] = plain.leaf_of[rows[there]] == leaves[there]
+        there[there] = plain.leaves[rows[there]] == leaves[there]
         found: Numbers = plain.kind_of.copy()
         found[rows[there]] = len(plain.kinds) + np.array([*self.numbers.values()], np.int64)[there]
         return found
@@ -140,12 +134,17 @@ class ShardedLeaves:
         self._add(leaf, locals_[0].detach(), number)
 
 
+def local_of(leaf: Any) -> torch.Tensor | None:
+    """A tensor that this process has of a distributed one."""
+    if not isinstance(leaf, t.ShardedTensor):
+        return t.dtensor_parts(leaf)[0]
+    locals_ = t.sharded_parts(leaf)[0]
+    return locals_[0] if locals_ else None
+
+
 def find_sharded(leaves: Sequence[object]) -> ShardedLeaves:
     """Find the distributed tensors among leaves."""
     found = ShardedLeaves()
-    found.nothing_else = _PLAIN.issuperset(map(type, leaves))
-    if found.nothing_else:
-        return found
     types = {kind for kind in set(map(type, leaves)) if issubclass(kind, torch.Tensor)}
     dtensors = {kind for kind in types if t.is_dtensor_type(kind)}
     sharded = {kind for kind in types if issubclass(kind, t.ShardedTensor)}

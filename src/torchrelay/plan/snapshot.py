@@ -17,27 +17,19 @@ from torchrelay.errors import StateError
 from torchrelay.geometry.boxes import Numbers, run_of
 from torchrelay.geometry.chunks import MIB, Chunks
 from torchrelay.geometry.runs import Column, Copy, Runs
-from torchrelay.plan.description import Others, taken_apart
+from torchrelay.plan.description import TakenApart
 from torchrelay.plan.region import Region, Stream
-from torchrelay.plan.sharded import ShardedLeaves, find_sharded
+from torchrelay.plan.sharded import find_sharded
 from torchrelay.plan.state_plan import StatePlan
 from torchrelay.record.encoding import encode
 from torchrelay.record.pause import gc_paused
 from torchrelay.record.reads import Reads
 from torchrelay.record.rows import Marks
-from torchrelay.record.schema import (
-    VERSION,
-    ImageKind,
-    LeafKind,
-    Record,
-    StateOutline,
-    VolumeRecord,
-)
 from torchrelay.state.local_parts import cut
 from torchrelay.state.objects import flatten_objects
 from torchrelay.state.paths import LeafPaths
 from torchrelay.state.tensors import flat_bytes, versions_of
-from torchrelay.state.tree import Flat, flatten, show
+from torchrelay.state.tree import flatten, show
 
 
 class Sendable(ABC):
@@ -47,10 +39,6 @@ class Sendable(ABC):
     stream: Stream
     step: int | None
     devices: set[str]  # the kinds of devices that have some of its bytes
-
-    @abstractmethod
-    def encoded(self) -> bytes:
-        """The record in MessagePack."""
 
     @abstractmethod
     def region(self, number: int) -> Region:
@@ -101,31 +89,24 @@ class Snapshot(Sendable):
     A snapshot keeps the tensors of the state alive.
     """
 
-    def __init__(
-        self,
-        flat: Flat,
-        planned: StatePlan,
-        others: Others,
-        sharded: ShardedLeaves,
-        versions: list[int],
-    ) -> None:
+    def __init__(self, apart: TakenApart, planned: StatePlan) -> None:
         self.record = planned.record
         self.step, self.devices = self.record.step, self.record.used_devices
         self.chunks = planned.chunks
-        self._plan = planned
-        self._others = others
-        self._plain = planned.pieces.plain.of(sharded.local_leaves(flat.leaves))
-        self._versions = versions, self._other_versions()
-        self._images = dict(zip(planned.other_numbers, planned.others, strict=True))
+        self._apart, self._plan = apart, planned
+        self._plain = apart.plain.of(apart.locals)
+        self._versions = apart.versions, self._other_versions()
+        self._images = dict(zip(planned.other_numbers, apart.resolved, strict=True))
         self.stream = self._memory()
 
     def encoded(self) -> bytes:
+        """The record in MessagePack."""
         return encode(self.record)
 
     def _memory(self) -> Stream:
         """The bytes, as they lie in memory now."""
-        plain, places = self._plan.pieces.plain, self.chunks.places
-        columns = (places[self._plan.piece_images], plain.address_of, plain.nbytes)
+        plain, places = self._apart.plain, self.chunks.places
+        columns = (places[self._plan.plain_images], plain.addresses, plain.nbytes)
         host = Runs.unordered(*(column[plain.on_host] for column in columns))
         device = Runs.unordered(*(column[~plain.on_host] for column in columns))
         images = [(self.chunks.start_of(n), self._images[n].region) for n in sorted(self._images)]
@@ -139,9 +120,9 @@ class Snapshot(Sendable):
     @cached_property
     def addresses(self) -> Numbers:
         """Where each image lies in host memory in one run; else 0."""
-        plain = self._plan.pieces.plain
+        plain = self._apart.plain
         found: Numbers = np.zeros(self.record.images, np.int64)
-        found[self._plan.piece_images] = np.where(plain.on_host, plain.address_of, 0)
+        found[self._plan.plain_images] = np.where(plain.on_host, plain.addresses, 0)
         for number, image in self._images.items():
             found[number] = image.region.address
         return found
@@ -149,26 +130,26 @@ class Snapshot(Sendable):
     def tensor(self, image: int) -> torch.Tensor:
         """The tensor whose elements an image has; of an image of bytes, their memory."""
         found = self._images.get(image)
-        return self._plain[self._pieces[image]] if found is None else found.region.keep
+        return self._plain[self._plain_of[image]] if found is None else found.region.keep
 
     def region(self, number: int) -> Region:
         found = self._images.get(number)
         return Region.row_major(self.tensor(number)) if found is None else found.region
 
     @cached_property
-    def _pieces(self) -> dict[int, int]:
-        """By image, the piece that it is."""
-        images = self._plan.piece_images.tolist()
-        return {image: piece for piece, image in enumerate(images)}
+    def _plain_of(self) -> dict[int, int]:
+        """By image, the plain tensor that it is."""
+        images = self._plan.plain_images.tolist()
+        return {image: number for number, image in enumerate(images)}
 
     def _other_versions(self) -> list[int]:
-        return versions_of([view.tensor for view in self._others.images.views])
+        return versions_of([view.tensor for view in self._apart.images.views])
 
     def changed(self) -> str | None:
         now = versions_of(self._plain), self._other_versions()
         if now == self._versions:
             return None
-        owners = (self._plan.pieces.plain.leaves, self._others.owners)
+        owners = (self._apart.plain.leaves.tolist(), self._apart.owners)
         leaf = min(
             leaf
             for column, before, after in zip(owners, self._versions, now, strict=True)
@@ -212,22 +193,6 @@ class SnapshotPart(Sendable):
         regions = [(self.chunks.start_of(n), self._regions[n]) for n in sorted(self._regions)]
         self.stream = Stream(host, regions, self.chunks.stream_bytes)
 
-    def encoded(self) -> bytes:
-        """A record of all of the bytes as one tensor."""
-        total = self.chunks.stream_bytes
-        cuts = np.array(self.chunks.sizes, np.int64) if self.chunks.sizes else None
-        return encode(
-            Record(
-                version=VERSION,
-                step=self.step,
-                outlines=(StateOutline(0, 1),),
-                kinds=(LeafKind("uint8", (total,)),),
-                images=1,
-                image_kinds=(ImageKind("uint8", (total,)),),
-                volumes=(VolumeRecord("", total, cuts=cuts),),
-            )
-        )
-
     def changed(self) -> str | None:
         return self._snapshot.changed()
 
@@ -259,8 +224,5 @@ def capture(
     """
     with gc_paused():
         flat = flatten_objects(state)[0] if objects else flatten(state)
-        versions: list[int] = []
-        sharded = find_sharded(flat.leaves)
-        pieces, others = taken_apart(flat, versions, sharded=sharded)
-        planned = StatePlan(flat, pieces, others, sharded, step, receivers, chunk_bytes)
-        return Snapshot(flat, planned, others, sharded, versions)
+        apart = TakenApart(flat, find_sharded(flat.leaves))
+        return Snapshot(apart, StatePlan(apart, step, receivers, chunk_bytes))

@@ -6,20 +6,227 @@ path. A distributed tensor is one image, whatever boxes of it the ranks have.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
+from functools import cached_property
+from typing import NamedTuple
 
+import msgspec
 import numpy as np
 from msgspec.structs import replace
 
 from torchrelay.errors import MismatchError
-from torchrelay.geometry.boxes import Numbers
-from torchrelay.plan.gather.holders import NONE, Holders, Home, JoinedTrees
+from torchrelay.geometry.boxes import Box, Numbers
+from torchrelay.geometry.memo import Numbered
 from torchrelay.plan.outline import TensorRows, outline
-from torchrelay.plan.share.leaves import whole_kinds
+from torchrelay.plan.share.leaves import NONE, whole_kinds
 from torchrelay.record import manifest as m
 from torchrelay.record.kinds import KindTable
-from torchrelay.record.rows import LeafRows
-from torchrelay.record.schema import ImageKind, Record, StateOutline
+from torchrelay.record.rows import LeafRows, Marks
+from torchrelay.record.schema import ImageKind, MeshSharding, Record, StateOutline
+from torchrelay.record.values import encode_key
+from torchrelay.state.paths import LeafPaths
+from torchrelay.state.tree import show
+
+_encode = msgspec.msgpack.Encoder().encode
+_DISTRIBUTED = (m.DTensorLeaf, m.ShardedLeaf)
+
+
+class Home(NamedTuple):
+    """Ranks with one tree, by their places. The first of them has the leaves that are not
+    distributed. In the union its leaves are counted from `shift` on, its images from `image` on."""
+
+    members: list[int]
+    shift: int
+    image: int
+
+
+class JoinedTrees:
+    """The records of `ranks`, which are valid streams, in the order of the ranks. Ranks mostly have
+    one tree; then a leaf has the same number on all of them."""
+
+    def __init__(self, records: Mapping[int, Record]) -> None:
+        self.ranks = list(records)
+        self.records = list(records.values())
+        self.rows = [LeafRows(record) for record in self.records]
+        self.homes: list[Home] = []
+        self.leaves = self.images = 0
+        for place, rows in enumerate(self.rows):
+            home = next((one for one in self.homes if self.first(one).tree == rows.tree), None)
+            if home is None:
+                self.homes.append(Home([place], self.leaves, self.images))
+                self.leaves += len(rows)
+                self.images += rows.record.images
+            else:
+                home.members.append(place)
+
+    def first(self, home: Home) -> LeafRows:
+        """The leaves of the first rank of a home."""
+        return self.rows[home.members[0]]
+
+    @cached_property
+    def _paths(self) -> list[LeafPaths]:
+        return [LeafPaths(self.first(home).tree) for home in self.homes]
+
+    def path(self, leaf: int) -> str:
+        """The path of a leaf, for a message."""
+        number = max(n for n, home in enumerate(self.homes) if home.shift <= leaf)
+        return show(self._paths[number][leaf - self.homes[number].shift])
+
+    def path_key(self, home: int, leaf: int) -> bytes:
+        """The path of a leaf, the same as of another tree's leaf at that path. Spelled as bytes: a
+        peer's keys may hash alike."""
+        steps = self._paths[home].steps(leaf - self.homes[home].shift)
+        return _encode([encode_key(key) for key in steps])
+
+
+class Tensor(NamedTuple):
+    """A distributed tensor: dtype and shape, and the leaf of the joined tree that it is. `partial`:
+    it has values that are yet to be reduced."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    leaf: int
+    partial: bool
+
+
+class Holders:
+    """The distributed `tensors` of joined trees; `tensor_of` has the one that each leaf is, or -1.
+
+    `images` and `kinds` have a row for each tensor and a column for each box that a rank may have
+    of it, mostly one for each rank: the image, and its kind (in `box_kinds`) as a box of the whole,
+    or -1. `rank_of` has the place of the rank of each column.
+
+    `MismatchError` where ranks do not agree on what a tensor is.
+    """
+
+    def __init__(self, joined: JoinedTrees) -> None:
+        self._joined = joined
+        self.tensors: list[Tensor] = []
+        self.tensor_of: Numbers = np.full(joined.leaves, NONE, np.int64)
+        self._box_kinds: Numbered[ImageKind] = Numbered()
+        self.box_kinds = self._box_kinds.found
+        self._by_path: dict[bytes, int] = {}
+        # Place of a rank, number of the box there; tensors, images and kinds in columns, or one.
+        self._boxes: list[tuple[int, int, Numbers | int, Numbers | int, Numbers | int]] = []
+        self._counts: Counter[tuple[int, int]] = Counter()  # by tensor and rank, boxes so far
+        for number, home in enumerate(joined.homes):
+            first = _distributed(joined.first(home))
+            for place in home.members:
+                for leaf in np.flatnonzero(_distributed(joined.rows[place]) & ~first).tolist():
+                    rank = joined.ranks[place]
+                    raise MismatchError(
+                        f"rank {rank} has it as a distributed tensor, and the first rank has not",
+                        rank=rank,
+                        path=joined.path(home.shift + leaf),
+                    )
+                self._add_rows(place, number)
+                self._add_others(place, number)
+        self._lay_out()
+        self.partial = np.array([tensor.partial for tensor in self.tensors], bool)
+
+    def _add_rows(self, place: int, home: int) -> None:
+        """The boxes of one rank of tensors that are rows of its record."""
+        rows = self._joined.rows[place]
+        some = np.flatnonzero(rows.is_sharded)
+        leaves, images = self._joined.homes[home].shift + rows.leaves[some], rows.images[some]
+        kinds = [rows.record.kinds[number] for number in rows.kinds[some].tolist()]
+        shardings = rows.record.shardings
+        partial = [
+            isinstance(how, MeshSharding) and _any_partial(how.placements) for how in shardings
+        ]
+        # Tied leaves have one image, and are one tensor.
+        new = np.flatnonzero(self.tensor_of[leaves] == NONE)
+        _, once, inverse = np.unique(images[new], return_index=True, return_inverse=True)
+        numbers = [
+            self._tensor(home, int(leaves[at]), kind.dtype, kind.shape, partial[kind.sharding])
+            for at, kind in ((at, kinds[at]) for at in new[once].tolist())
+        ]
+        self.tensor_of[leaves[new]] = np.array(numbers, np.int64)[inverse]
+        tensors = self.tensor_of[leaves]
+        for tensor, kind in zip(tensors.tolist(), kinds, strict=True):
+            known = self.tensors[tensor]
+            if known.dtype != kind.dtype or known.shape != kind.shape:
+                self._refuse(known, place, kind.dtype, kind.shape)
+        boxes = np.array([*map(self._box_kind, rows.record.image_kinds)], np.int64)
+        if len(some):
+            self._boxes.append((place, 0, tensors, images, boxes[rows.record.image_kind[images]]))
+
+    def _add_others(self, place: int, home: int) -> None:
+        """The boxes of one rank of tensors that are records of their own."""
+        joined, shift = self._joined, self._joined.homes[home].shift
+        record = joined.rows[place].record
+        for leaf, found in joined.rows[place].others.items():
+            boxes: list[tuple[m.TensorLeaf, Box | None]]
+            if isinstance(found, m.DTensorLeaf):
+                dtype, partial = found.local.dtype, _any_partial(found.placements)
+                boxes = [(found.local, None)]  # a part that is a box of it would be a row
+            elif isinstance(found, m.ShardedLeaf):
+                dtype, partial = found.dtype, False
+                pairs = zip(found.shards, found.boxes, strict=True)
+                boxes = [(part, (box.offsets, box.sizes)) for part, box in pairs]
+            else:
+                continue
+            tensor = int(self.tensor_of[shift + leaf])
+            if tensor == NONE:
+                tensor = self._tensor(home, shift + leaf, dtype, found.shape, partial)
+                self.tensor_of[shift + leaf] = tensor
+            known = self.tensors[tensor]
+            if (known.dtype, known.shape) != (dtype, found.shape):
+                self._refuse(known, place, dtype, found.shape)
+            for part, box in boxes:
+                if part.storage < 0:
+                    continue
+                whole = record.kind_of_image(part.storage).shape == part.shape
+                if box is None or not whole or part.strides is not None or part.offset:
+                    raise MismatchError(
+                        "the part of a distributed tensor on this rank is not a box of it, and "
+                        "cannot be resharded: send a copy that shares no memory with other leaves",
+                        rank=joined.ranks[place],
+                        path=joined.path(shift + leaf),
+                    )
+                kind = self._box_kind(ImageKind.of_boxes(dtype, found.shape, [box]))
+                number = self._counts[tensor, place]
+                self._counts[tensor, place] += 1
+                self._boxes.append((place, number, tensor, part.storage, kind))
+
+    def _tensor(
+        self, home: int, leaf: int, dtype: str, shape: tuple[int, ...], partial: bool
+    ) -> int:
+        """The number of a tensor; trees that differ are joined by paths."""
+        number = len(self.tensors)
+        if len(self._joined.homes) > 1:
+            key = self._joined.path_key(home, leaf)
+            number = self._by_path.setdefault(key, number)
+        if number == len(self.tensors):
+            self.tensors.append(Tensor(dtype, shape, leaf, partial))
+        return number
+
+    def _box_kind(self, kind: ImageKind) -> int:
+        return self._box_kinds.number(kind, (kind.dtype, kind.shape, kind.strides, kind.boxes))
+
+    def _refuse(self, known: Tensor, place: int, dtype: str, shape: tuple[int, ...]) -> None:
+        rank = self._joined.ranks[place]
+        raise MismatchError(
+            f"rank {rank} has it as {dtype} of shape {shape}, another rank as {known.dtype} of "
+            f"shape {known.shape}",
+            rank=rank,
+            path=self._joined.path(known.leaf),
+        )
+
+    def _lay_out(self) -> None:
+        """The columns side by side: one for each rank, and more for one that has several boxes."""
+        widths: Numbers = np.ones(len(self._joined.ranks), np.int64)
+        for place, number, *_ in self._boxes:
+            widths[place] = max(widths[place], number + 1)
+        firsts = np.cumsum(widths) - widths
+        self.rank_of: Numbers = np.repeat(np.arange(len(widths)), widths)
+        shape = (len(self.tensors), len(self.rank_of))
+        self.images: Numbers = np.full(shape, NONE, np.int64)
+        self.kinds: Numbers = np.full(shape, NONE, np.int64)
+        for place, number, tensors, images, kinds in self._boxes:
+            self.images[tensors, firsts[place] + number] = images
+            self.kinds[tensors, firsts[place] + number] = kinds
 
 
 class Union:
@@ -97,3 +304,15 @@ class Union:
                 "is sent",
                 path=self.joined.path(self.holders.tensors[tensor].leaf),
             )
+
+
+def _distributed(rows: LeafRows) -> Marks:
+    """Marks the leaves that are distributed tensors."""
+    found = np.zeros(len(rows), bool)
+    found[rows.leaves[rows.is_sharded]] = True
+    found[[at for at, leaf in rows.others.items() if isinstance(leaf, _DISTRIBUTED)]] = True
+    return found
+
+
+def _any_partial(placements: tuple[m.Placement, ...]) -> bool:
+    return any(placement.kind == "partial" for placement in placements)

@@ -165,7 +165,7 @@ class RankShare:
             pairs.leaf[row] = numbers.take(pairs.offered[row : row + 1])[0]
             self._add_parts(pairs, row, leaves[int(pairs.here[row])])
         alone = np.zeros(len(leaves), bool)  # those that share no memory with each other
-        alone[layout.plain.leaf_of] = True
+        alone[layout.plain.leaves] = True
         dropped = self._find_twins(pairs, leaves, alone)
         late = self._late(pairs, plain, leaves, alone)
         record = self._record(self.tree, numbers, late.union(whole.tolist()))
