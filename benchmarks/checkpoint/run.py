@@ -14,13 +14,13 @@ from benchmarks.harness import Ranks
 
 def run(options: Options) -> Iterator[Row]:
     with ExitStack() as shared:
-        few: Ranks | None = None
+        few: dict[int, Ranks] = {}
         if options.small:  # not for its figures: saves the start of more processes
-            few = shared.enter_context(Ranks(2, parents=True))
+            few = {count: shared.enter_context(Ranks(count, parents=True)) for count in (1, 2)}
 
         def crew(own: ExitStack, count: int) -> Crew:
             # New processes for each part: a heap that has grown would make memory look cheap.
-            return Crew(few or own.enter_context(Ranks(count, parents=True)), count)
+            return Crew(few.get(count) or own.enter_context(Ranks(count, parents=True)), count)
 
         for part, count in ((one_process, 1), (two_ranks, 2)):
             with ExitStack() as own:
