@@ -209,7 +209,8 @@ def test_a_receiver_does_not_read_a_third_process_on_a_senders_word(
 ) -> None:
     right, route, why = pool4.run(steals, 2, shown)[1]
     assert right and route == "tcp"
-    assert "another process" in why or "no memfd" in why or "No such file" in why
+    # Whichever file of the third process has the number.
+    assert any(reason in why for reason in (ANOTHER, NO_MEMFD, "No such file"))
 
 
 def test_no_receiver_tells_where_its_memory_is() -> None:
