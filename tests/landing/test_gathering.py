@@ -84,7 +84,7 @@ class Ranks:
             everything = torch.zeros(given.chunks.stream_bytes, dtype=torch.uint8)
             given.stream.read(0, given.chunks.stream_bytes, everything)
             places = part.places()
-            assert not len(places.device.starts) and not places.indirect
+            assert not len(places.device.starts)
             places.host.scatter(0, given.chunks.stream_bytes, everything.data_ptr())
         else:
             for index in range(len(given.chunks)):

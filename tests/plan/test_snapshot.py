@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -218,8 +217,7 @@ def one_by_one(
         rest.append(pair)
     pieces = sorted(set(pieces))
     tied = len({piece[4] for piece in pieces}) < len(pieces)
-    overlap = any(after[0] < piece[0] + piece[2] for piece, after in pairwise(pieces))
-    return ([], pairs) if tied or overlap else (pieces, rest)
+    return ([], pairs) if tied else (pieces, rest)
 
 
 @given(st.lists(st.sampled_from(sorted(MUTATIONS)), max_size=3), st.booleans())
@@ -234,7 +232,8 @@ def test_columns_are_split_as_leaves_one_by_one(names: list[str], offer: bool) -
     for pairs in (matched, Matched(matched.pairs, [], [])):
         straight, left = split(pairs, rows, destination.layout, snapshot.chunks)
         columns = [column.tolist() for column in straight[:5]]
-        assert list(zip(*columns, strict=True)) == pieces
+        assert sorted(zip(*columns, strict=True)) == pieces
+        assert columns[0] == sorted(columns[0])
         assert left == rest
 
 

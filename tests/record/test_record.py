@@ -356,8 +356,8 @@ def test_a_landing_that_is_given_up_keeps_no_memory() -> None:
     landing: Any = land(capture({f"t{n}": torch.ones(4) for n in range(5000)}).record)
     parts = landing.places().parts()
     next(parts)
-    assert 0 < len(landing._made) < 5000  # some are made, others are to come
-    made, gone = weakref.ref(landing._made[0]), weakref.ref(landing)
+    assert 0 < len(landing._held.memory) < 5000  # some are made, others are to come
+    made, gone = weakref.ref(landing._held.memory[0]), weakref.ref(landing)
     gc.disable()
     try:
         del parts, landing

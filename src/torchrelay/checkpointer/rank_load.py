@@ -109,7 +109,7 @@ class RankLoad:
 
     def _plan(self) -> None:
         """Which bytes go to new memory, and which to the caller's."""
-        for image, storage, offset in self._landing.held():
+        for image, storage, offset in self._landing.held.all():
             if image in self._lent:
                 continue
             portion = self._wants(image)
@@ -188,7 +188,7 @@ class RankLoad:
         where a tensor of the destination would have to hold two values."""
         self._read(self._planned()[0], verify, own=False)
         for first, second, path in self._share.twins:
-            if not torch.equal(self._landing.bytes_of(first), self._landing.bytes_of(second)):
+            if not self._landing.are_equal(first, second):
                 raise MismatchError(
                     "tied to another tensor here, and saved with another value than "
                     f"{self._portion(first).tensor.name}: untie them, or load one of them with "

@@ -44,6 +44,7 @@ class Runs:
     @classmethod
     def merged(cls, *several: Runs) -> Runs:
         """One `Runs` of several that do not overlap in the stream."""
+        several = tuple([runs for runs in several if len(runs.starts)])
         if len(several) < 2:
             return several[0] if several else cls([], [], [])
         starts, stops, addresses = (
@@ -165,6 +166,18 @@ class Moves(NamedTuple):
     sources: Column
     destinations: Column
     nbytes: Column
+
+    def joined(self) -> Moves:
+        """The same copies, those that continue where the one before ends in one with it."""
+        ends = (column + self.nbytes for column in self[:3])
+        first = np.ones(len(self.nbytes), bool)
+        pairs = zip(self[:3], ends, strict=True)
+        first[1:] = np.any([column[1:] != end[:-1] for column, end in pairs], axis=0)
+        if first.all():
+            return self
+        positions, sources, destinations = (column[first] for column in self[:3])
+        nbytes = np.add.reduceat(self.nbytes, np.flatnonzero(first))
+        return Moves(positions, sources, destinations, nbytes)
 
     def cut(self, most: int) -> Moves:
         """The same copies, none of them longer than `most`."""

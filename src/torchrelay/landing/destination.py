@@ -7,20 +7,20 @@ takes the result instead of the destination itself.
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from torchrelay.geometry.boxes import Numbers
 from torchrelay.geometry.chunks import Chunks
-from torchrelay.geometry.runs import Column
+from torchrelay.geometry.runs import Column, Runs
 from torchrelay.plan.description import PlainLayout
 from torchrelay.plan.images import reaching
 from torchrelay.plan.plain import PlainTensors
 from torchrelay.record import manifest as m
 from torchrelay.record.pause import gc_paused
-from torchrelay.record.rows import LeafRows
+from torchrelay.record.rows import LeafRows, Marks
 from torchrelay.record.schema import MeshSharding
 from torchrelay.state.matching import Matched
 from torchrelay.state.objects import Objects, flatten_objects
@@ -29,7 +29,6 @@ from torchrelay.state.tree import Flat, inside_records
 
 JUST_NOW = 0.1  # seconds: what was looked at so lately is not looked at again
 Indices = np.ndarray[Any, np.dtype[np.intp]]
-Marks = np.ndarray[Any, np.dtype[np.bool_]]
 
 
 class PreparedDestination:
@@ -71,7 +70,8 @@ Pair = tuple[int, Path, int]
 
 class Straight(NamedTuple):
     """Bytes that go to plain tensors as they are, in columns and in the order of the stream: where
-    they are there, to which address and how many; image offered, leaf of the destination."""
+    they are there, to which address and how many; image offered, leaf of the destination. Some
+    bytes may go to several tensors."""
 
     at: Column
     address: Column
@@ -92,8 +92,35 @@ class Straight(NamedTuple):
         highs = np.concatenate([self.address + self.nbytes, highs])
         return bool(reaching(lows, highs)[: len(self.address)].any())
 
-    def some(self, rows: Marks) -> Straight:
+    @property
+    def runs(self) -> Runs:
+        """Where the bytes go that each go to one tensor."""
+        return Runs(self.at, self.address, self.nbytes)
+
+    def some(self, rows: Any) -> Straight:
         return Straight._make(column[rows] for column in self)
+
+    def in_order(self) -> Straight:
+        """In the order of the stream."""
+        if not (self.at[1:] < self.at[:-1]).any():
+            return self
+        return self.some(np.argsort(self.at, kind="stable"))
+
+    def joined(self, more: Sequence[tuple[int, int, int, int, int, bool]]) -> Straight:
+        """With more rows; what goes to one address twice does so once."""
+        if not more:
+            return self
+        columns = zip(self, zip(*more, strict=True), strict=True)
+        both = Straight._make(np.append(old, np.array(new, old.dtype)) for old, new in columns)
+        _, once = np.unique(np.stack(both[:3], axis=1), axis=0, return_index=True)
+        return both.some(np.sort(once)).in_order()
+
+    @property
+    def several(self) -> Indices:
+        """Images with bytes that go to several tensors."""
+        ends = np.maximum.accumulate(self.at + self.nbytes)
+        found: Indices = self.image[1:][self.at[1:] < ends[:-1]]
+        return found
 
 
 _ODD = m.CONJ | m.NEG | m.META
@@ -105,19 +132,15 @@ def split(
     rows: LeafRows,
     layout: PlainLayout,
     chunks: Chunks,
-    late: Collection[int] = (),
 ) -> tuple[Straight, list[Pair]]:
     """The fast path of `fit`: a contiguous tensor that is offered to a plain one like it. Returns
     the bytes that go straight to plain tensors, and the pairs left for the general path.
 
-    The leaves in `late` are left for the general path; and all are if a piece of the stream has
-    several places to go, or a place several pieces, which is for `check_ties` to look at.
+    All are left for it if a tensor is offered several pieces, which is for `check_ties` to see.
     """
     plain = layout.plain
     here, there, numbers = _paired(matched, plain, rows)
     fits = _fitting(layout, here, rows, there)
-    if late:
-        fits &= ~np.isin(rows.leaves[there], list(late))
     if not fits.all():
         here, there, numbers = here[fits], there[fits], numbers[fits]
     if matched.tree is None and len(here):  # a tied tensor is there more than once
@@ -127,9 +150,6 @@ def split(
             return Straight.none(), matched.pairs
     images = rows.images[there]
     at = chunks.places[images] + rows.offsets[there].astype(np.uint64)
-    if (at[1:] < at[:-1]).any():
-        order = np.argsort(at, kind="stable")
-        here, at, images = here[order], at[order], images[order]
     pieces = Straight(
         at,
         plain.addresses[here],
@@ -137,9 +157,7 @@ def split(
         images,
         plain.leaves[here],
         plain.on_host[here],
-    )
-    if (pieces.at[1:] < pieces.at[:-1] + pieces.nbytes[:-1]).any():
-        return Straight.none(), matched.pairs
+    ).in_order()
     if matched.tree is not None and len(here) == len(rows):
         return pieces, []
     taken = set(numbers.tolist())

@@ -20,20 +20,15 @@ from torchrelay.geometry.boxes import Numbers
 from torchrelay.geometry.runs import Runs
 from torchrelay.landing.checks.shards import check_shards
 from torchrelay.landing.commit.ending import StateLanding
-from torchrelay.landing.leaves import (
-    check_leaf,
-    check_records,
-    make_leaf,
-    strides_of,
-    without_bytes,
-)
+from torchrelay.landing.held import HeldImages
+from torchrelay.landing.leaves import check_leaf, check_records, make_leaf, without_bytes
 from torchrelay.landing.options import LandingOptions
-from torchrelay.landing.places import ImageMemory, Landed, Places, chunks_of
+from torchrelay.landing.places import Landed, Places, chunks_of
 from torchrelay.landing.workspace import LARGE_BYTES, Workspace, allocate
 from torchrelay.record import manifest as m
 from torchrelay.record.manifest import parts
 from torchrelay.record.pause import gc_paused
-from torchrelay.record.rows import LeafRows
+from torchrelay.record.rows import LeafRows, Marks
 from torchrelay.record.schema import Record
 from torchrelay.state import tensors as t
 from torchrelay.state.leaves import is_plain
@@ -67,24 +62,25 @@ class NewTensors(StateLanding):
         check_types(rows.tree)
         check_records(rows.tree, rows)
         self._options = options
-        self._put = partial(workspace.copy, alone=False)
+        self._copy = partial(workspace.copy, alone=False)
         self.chunks = chunks_of(record)
         self._ready: list[object] = [None] * len(rows)
-        self._homes = _Homes(record)
+        self._storages = _NewStorages(record)
         owner, hosted = self._owners()
         self._where = self._devices(hosted)
-        self._on_host = self._where.count(_HOST) == len(self._where)
-        self.on_device = not self._on_host
         self._buffers = self._large(filled, workspace)
         self._kinds = self._kind_of_each(owner)
         self._owner = owner
         self._whole: set[int] = set()  # storages that are a tensor of the state
-        self._made: list[torch.Tensor] = []  # by storage
+        self._held = held = HeldImages(self.chunks)
+        firsts, held.numbers = self._storages.firsts, self._storages.numbers
+        held.offsets = self.chunks.places - self.chunks.places[firsts[held.numbers]]
         # By a proxy: a landing that is given up goes at once, and its memory with it.
         coming = NewTensors._make_some(weakref.proxy(self))
-        self._host = Places(coming, Runs([], [], []), making=len(self._homes) > _PART)
-        if self.on_device:
-            self._complete()
+        self._places = Places(coming, making=len(firsts) > _PART)
+        if self._where.count(_HOST) < len(self._where):
+            host = [self._places.host]
+            self._places = Places(host, held.runs(far=True), held.far_bytes)
 
     def _owners(self) -> tuple[Numbers, set[int]]:
         """The row that each image is of, if it is of one alone; images of arrays."""
@@ -128,22 +124,22 @@ class NewTensors(StateLanding):
         """The device of each storage: that of its first image."""
         device, record = self._options.device, self.record
         names = [place_for(kind, device) for kind in record.devices]
+        firsts = self._storages.firsts
         if record.device_of is None:
-            where = [names[0]] * len(self._homes) if len(self._homes) else []
+            where = [names[0]] * len(firsts) if len(firsts) else []
         else:
-            numbers = record.image_devices[self._homes.firsts]
-            where = [names[number] for number in numbers.tolist()]
+            where = [names[number] for number in record.image_devices[firsts].tolist()]
         for image in hosted:
-            where[self._homes.number(image)] = _HOST
+            where[int(self._storages.numbers[image])] = _HOST
         return where
 
     def _large(self, filled: Filled | None, workspace: Workspace) -> dict[int, torch.Tensor]:
-        sizes = self._homes.sizes
+        sizes = self._storages.sizes
         large = np.flatnonzero(sizes >= LARGE_BYTES).tolist()
         large = [home for home in large if self._where[home] == _HOST]
         ready: dict[int, torch.Tensor] = {}
         for home in large:
-            room = None if filled is None else filled(int(self._homes.firsts[home]))
+            room = None if filled is None else filled(int(self._storages.firsts[home]))
             if room is not None:
                 ready[home] = room
         empty = {home: int(sizes[home]) for home in large if home not in ready}
@@ -151,17 +147,19 @@ class NewTensors(StateLanding):
 
     def _make_some(self) -> Iterator[Runs]:
         """Make storages, some at a time; gives those in host memory."""
-        homes = self._homes
-        for low in range(0, len(homes), _PART):
-            high = min(low + _PART, len(homes))
+        firsts, sizes = self._storages.firsts, self._storages.sizes
+        for low in range(0, len(firsts), _PART):
+            high = min(low + _PART, len(firsts))
             addresses = np.array(self._make(low, high), np.uint64)
             host = np.flatnonzero(addresses)
-            starts = self.chunks.places[homes.firsts[low:high][host]]
-            yield Runs(starts, addresses[host], homes.sizes[low:high][host].astype(np.uint64))
+            starts = self.chunks.places[firsts[low:high][host]]
+            yield Runs(starts, addresses[host], sizes[low:high][host].astype(np.uint64))
 
-    def _complete(self) -> Runs:
-        """Make what is left to make; all that is in host memory."""
-        return self._host.host
+    @property
+    def held(self) -> HeldImages:
+        """Complete: what is left to make is made."""
+        self._places.host  # noqa: B018
+        return self._held
 
     def _make(self, low: int, high: int) -> list[int]:
         """Make these storages. The address of each, 0 for those on devices."""
@@ -174,11 +172,13 @@ class NewTensors(StateLanding):
                 made = [
                     self._buffers[home]
                     if home in self._buffers
-                    else allocate(int(self._homes.sizes[home]), self._where[home])
+                    else allocate(int(self._storages.sizes[home]), self._where[home])
                     for home in range(low + start, low + stop)
                 ]
-            self._made += made
-            addresses += map(_data_ptr, made) if where[start] == _HOST else [0] * len(made)
+            far = where[start] != _HOST
+            self._held.memory += made
+            self._held.far += [far] * len(made)
+            addresses += [0] * len(made) if far else map(_data_ptr, made)
         return addresses
 
     def _kind_of_each(self, owner: Numbers) -> Numbers:
@@ -187,14 +187,14 @@ class NewTensors(StateLanding):
 
         A tensor itself is cheaper than a view, and the common case by far.
         """
-        record, rows, homes = self.record, self._rows, self._homes
-        if not len(rows.leaves) or not len(homes):
-            return np.full(len(homes), _NONE, np.int64)
+        record, rows, firsts = self.record, self._rows, self._storages.firsts
+        if not len(rows.leaves) or not len(firsts):
+            return np.full(len(firsts), _NONE, np.int64)
         plain = np.array([not kind.flags & (m.CONJ | m.NEG) for kind in record.kinds], bool)
         straight = np.array([kind.strides is None for kind in record.image_kinds], bool)
-        row = np.maximum(owner[homes.firsts], 0)
-        kinds, images = rows.kinds[row], record.image_kind[homes.firsts]
-        fine = (owner[homes.firsts] >= 0) & homes.alone & rows.is_image[row]
+        row = np.maximum(owner[firsts], 0)
+        kinds, images = rows.kinds[row], record.image_kind[firsts]
+        fine = (owner[firsts] >= 0) & self._storages.alone & rows.is_image[row]
         fine &= plain[kinds] & straight[images]
         fine[list(self._buffers)] = False
         return np.where(fine, kinds * len(straight) + images, _NONE)
@@ -215,7 +215,7 @@ class NewTensors(StateLanding):
             raise MismatchError(f"no memory for {what}: {fault}") from None
         self._whole.update(range(start, stop))
         if kind.flags == 0 and kind.sharding < 0:
-            leaves = self._rows.leaves[self._owner[self._homes.firsts[start:stop]]]
+            leaves = self._rows.leaves[self._owner[self._storages.firsts[start:stop]]]
             first, last = int(leaves[0]), int(leaves[-1])
             if last - first == stop - start - 1 and (leaves[1:] > leaves[:-1]).all():
                 self._ready[first : last + 1] = tensors
@@ -228,35 +228,6 @@ class NewTensors(StateLanding):
     def _paths(self) -> LeafPaths:
         return LeafPaths(self._rows.tree)
 
-    def places(self) -> Places:
-        if self._on_host:
-            return self._host
-        host = self._complete()
-        there = np.array([not made.is_cpu for made in self._made], bool)
-        starts = self.chunks.places[self._homes.firsts]
-        columns = (starts, list(map(_data_ptr, self._made)), self._homes.sizes)
-        device = Runs.unordered(*(np.asarray(column, np.uint64)[there] for column in columns))
-        return Places([host], device)
-
-    def put(self, start: int, stop: int, data: torch.Tensor) -> None:
-        places = self._complete()
-        if places.reaches(start, stop):
-            host = data.cpu()
-            places.scatter(start, stop, host.data_ptr(), self._put)
-        if self._on_host:
-            return
-        for image, first, last, at in self.chunks.within(start, stop):
-            home, offset = self._home(image)
-            if not home.is_cpu:
-                piece = t.flat_bytes(home.untyped_storage(), offset + first, last - first)
-                piece.copy_(data[at : at + last - first])
-
-    def _home(self, image: int) -> tuple[torch.Tensor, int]:
-        """The storage of an image, and where in it the image starts."""
-        number = self._homes.number(image)
-        first = int(self._homes.firsts[number])
-        return self._made[number], self.chunks.start_of(image) - self.chunks.start_of(first)
-
     def arrived(self) -> None:
         with gc_paused():
             self._state  # noqa: B018
@@ -264,20 +235,11 @@ class NewTensors(StateLanding):
     @cached_property
     def _state(self) -> Any:
         """The state, where no byte of it has a say in what it is made of."""
-        self._complete()
+        self._places.host  # noqa: B018
         # Tensors are not to be compared with None.
         if type(None) in set(map(type, self._ready)) or has_records(self._rows.tree):
             return _NOT_YET
         return unflatten(self._rows.tree, self._ready)
-
-    def held(self) -> Iterator[ImageMemory]:
-        self._complete()
-        return map(self.memory_of, range(self.record.images))
-
-    def memory_of(self, image: int) -> ImageMemory:
-        self._complete()
-        home, offset = self._home(image)
-        return ImageMemory(image, home.untyped_storage(), offset)
 
     def make(self) -> None:
         with gc_paused():
@@ -301,10 +263,10 @@ class NewTensors(StateLanding):
     def _part(self, part: m.TensorLeaf) -> torch.Tensor:
         if part.storage < 0:
             return without_bytes(part, self._place_of_empty(part.flags))
-        home, offset = self._home(part.storage)
-        if self._homes.number(part.storage) in self._whole:
-            return t.with_flags(home, part.flags)
-        return t.over_storage(home.untyped_storage(), offset + part.offset, part, strides_of(part))
+        number = int(self._held.numbers[part.storage])
+        if number in self._whole:
+            return t.with_flags(self._held.memory[number], part.flags)
+        return self._held.part(part)
 
     def _place_of_empty(self, flags: int) -> torch.device | str:
         if flags & m.META:
@@ -317,27 +279,18 @@ class NewTensors(StateLanding):
         return _local_device(min(kinds, default="cuda"))
 
 
-class _Homes:
-    """The storages of a record's images, in order: the first image and the bytes of each."""
+class _NewStorages:
+    """The storages of a record's images, in order: the first image and the bytes of each, and
+    whether it has no other. `numbers` has the storage of each image."""
 
     def __init__(self, record: Record) -> None:
-        self._storage_of = record.storage_of
-        if record.storage_of is None or not record.images:
-            self.firsts: Numbers = np.arange(record.images)
-            self.sizes: Numbers = record.box_bytes
-            self.alone: Any = np.ones(record.images, bool)
-            return
-        self.firsts = np.flatnonzero(np.diff(record.storage_of, prepend=-1))
-        lasts = np.append(self.firsts[1:], record.images) - 1
+        every: Numbers = np.arange(record.images)
+        self.numbers = every if record.storage_of is None else record.storage_of
+        self.firsts: Numbers = np.flatnonzero(np.diff(self.numbers, prepend=-1))
+        lasts = np.append(self.firsts[1:], record.images)[: record.images] - 1
         starts = record.box_starts
-        self.sizes = starts[lasts] + record.box_bytes[lasts] - starts[self.firsts]
-        self.alone = lasts == self.firsts
-
-    def __len__(self) -> int:
-        return len(self.firsts)
-
-    def number(self, image: int) -> int:
-        return image if self._storage_of is None else int(self._storage_of[image])
+        self.sizes: Numbers = starts[lasts] + record.box_bytes[lasts] - starts[self.firsts]
+        self.alone: Marks = lasts == self.firsts
 
 
 def _runs(kinds: Numbers, where: list[Any]) -> Iterator[tuple[int, int]]:

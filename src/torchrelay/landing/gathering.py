@@ -7,7 +7,7 @@ any landing. When all parts have arrived and hold, `commit` makes them the state
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 
@@ -17,9 +17,10 @@ import torch
 from torchrelay.errors import MismatchError
 from torchrelay.geometry.boxes import Numbers
 from torchrelay.geometry.chunks import MAX_CHUNK_BYTES, chunk_size, stream_bytes
-from torchrelay.geometry.runs import Runs, holding
+from torchrelay.geometry.runs import Column, Runs
 from torchrelay.geometry.strides import contiguous_strides
 from torchrelay.landing.commit.ending import StateLanding
+from torchrelay.landing.held import HeldImages
 from torchrelay.landing.options import LandingOptions
 from torchrelay.landing.places import Landed, Landing, Places
 from torchrelay.landing.seam import land_share
@@ -79,7 +80,6 @@ class GatherPlan:
         self._union = Union(records)
         self._share = RankShare(self._union.rows)
         self._landing = land_share(self._share, into, options, workspace)
-        self._places = self._landing.places()
         self._lost: set[int] = set()
         self._all: list[PartLanding] = []
         self.parts = self._asked()
@@ -91,17 +91,14 @@ class GatherPlan:
     def _part(self, rank: int, reads: RankReads) -> PartLanding:
         size = self._chunk_bytes or chunk_size(stream_bytes(reads.nbytes), 1)
         size = min(size, MAX_CHUNK_BYTES)
-        where = self._landing, self._places, self._workspace
-        return PartLanding(rank, self._records[rank], reads, *where, size)
+        return PartLanding(rank, self._records[rank], reads, self._landing, self._workspace, size)
 
     def _asked(self, only: Numbers | None = None) -> dict[int, PartLanding]:
         ranks = self._union.joined.ranks
         lost = [ranks.index(rank) for rank in self._lost]
         record = self._landing.record
         if only is None:  # images that the landing has no use for are not read
-            starts, places = self._landing.chunks.places, self._places
-            there = (holding(places.host, starts) >= 0) | (holding(places.device, starts) >= 0)
-            only = np.flatnonzero(there & (record.box_bytes > 0))
+            only = np.flatnonzero(self._landing.held.marks & (record.box_bytes > 0))
         found = GatherReads(self._union, self._share, record, only, lost)
         known = {one for part in self._all for one in part.reads.filled()} if self._lost else set()
         parts = {}
@@ -156,7 +153,7 @@ class GatherPlan:
         for part in self._all:
             part.put_boxes()
         for first, second, path in self._share.twins:
-            if not torch.equal(self._landing.bytes_of(first), self._landing.bytes_of(second)):
+            if not self._landing.are_equal(first, second):
                 raise MismatchError(
                     "tied to another tensor here, and another value is offered for it", path=path
                 )
@@ -176,56 +173,26 @@ class PartLanding(Landing):
         record: Record,
         reads: RankReads,
         landing: StateLanding,
-        places: Places,
         workspace: Workspace,
         chunk_bytes: int,
     ) -> None:
         self.rank, self.reads = rank, reads
-        self._landing, self._device = landing, places.device
-        self._put = partial(workspace.copy, alone=False)
+        self._landing, held = landing, landing.held
+        self._copy = partial(workspace.copy, alone=False)
         self.asked: Reads = reads.asked(chunk_bytes)
         self.chunks = self.asked.layout(record)
-        sizes = reads.nbytes
         scattered = reads.at == SCATTERED
-        goes = landing.chunks.places[reads.share] + np.maximum(reads.at, 0).astype(np.uint64)
-        there = holding(places.host, goes)
-        here = (there >= 0) & ~scattered
-        addresses = np.zeros(len(goes), np.uint64)
-        starts, bases = places.host.starts, places.host.addresses
-        addresses[here] = bases[there[here]] + (goes[here] - starts[there[here]])
+        addresses = held.addresses(reads.share) + np.maximum(reads.at, 0).astype(np.uint64)
         # Elements that do not lie together where they go wait in memory of their own.
         padded = self.chunks.padded[scattered]
         self._waiting = workspace.stage(int(padded.sum()))
         self._waits_at = np.cumsum(padded) - padded
         addresses[scattered] = np.uint64(self._waiting.data_ptr()) + self._waits_at
-        on_host = here | scattered
-        columns = (self.chunks.places, addresses, sizes.astype(np.uint64))
-        self._host = Runs(*(column[on_host] for column in columns))
-        # The rest goes to memory of devices.
-        self._goes, self._far = goes, np.flatnonzero(~on_host)
-        self.on_device = bool(len(self._far))
-
-    def places(self) -> Places:
-        if not self.on_device:
-            return Places([self._host], Runs([], [], []))
-        device, goes = self._device, self._goes[self._far]
-        there = holding(device, goes)
-        addresses = device.addresses[there] + (goes - device.starts[there])
-        sizes = self.chunks.image_bytes[self._far].astype(np.uint64)
-        far = Runs(self.chunks.places[self._far], addresses, sizes)
-        return Places([self._host], far)
-
-    def put(self, start: int, stop: int, data: torch.Tensor) -> None:
-        """Take bytes [start, stop) of the reads' stream."""
-        if self._host.reaches(start, stop):
-            self._host.scatter(start, stop, data.cpu().data_ptr(), self._put)
-        if self.on_device:
-            far = set(self._far.tolist())
-            for read, first, last, at in self.chunks.within(start, stop):
-                if read in far:
-                    goes = int(self._goes[read])
-                    some = data[at : at + last - first]
-                    self._landing.put(goes + first, goes + last, some)
+        columns = (self.chunks.places, addresses, reads.nbytes.astype(np.uint64))
+        far = np.array(held.far, bool)[held.numbers[reads.share]] & ~scattered
+        host, device = (Runs(*(column[some] for column in columns)) for some in (~far, far))
+        memory = partial(_far_memory, held, reads.some(far), self.chunks.places[far])
+        self._places = Places([host], device, memory)
 
     def commit(self) -> Landed:
         """The part is here; what it is part of is made by `GatherPlan.commit`."""
@@ -251,7 +218,14 @@ class PartLanding(Landing):
         """The elements of an image that is a box of a tensor, as whole numbers."""
         kind = self._landing.record.kind_of_image(image)
         sizes = kind.boxes[0][1]
-        found = self._landing.memory_of(image)
-        assert found is not None
-        size, strides = itemsize(kind.dtype), contiguous_strides(sizes)
-        return t.raw(found.storage, found.offset, size, sizes, strides)
+        _, storage, offset = self._landing.held.memory_of(image)
+        return t.raw(storage, offset, itemsize(kind.dtype), sizes, contiguous_strides(sizes))
+
+
+def _far_memory(
+    held: HeldImages, reads: RankReads, places: Column
+) -> Iterator[tuple[int, torch.Tensor]]:
+    """Memory of devices that reads go to, with their positions in the stream of the reads."""
+    columns = (places, reads.share, reads.at, reads.nbytes)
+    for place, image, at, nbytes in zip(*(column.tolist() for column in columns), strict=True):
+        yield place, held.bytes(image)[at : at + nbytes]

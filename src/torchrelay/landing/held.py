@@ -1,151 +1,109 @@
-"""Images that are held back until a landing commits, in host memory or on a device."""
+"""Images in memory of a landing's own: several of them in one piece, or each in one that the caller
+is going to keep."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from functools import cached_property
-from typing import NamedTuple
+from collections.abc import Iterator
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
-from torchrelay.errors import MismatchError
+from torchrelay.geometry.boxes import Numbers
 from torchrelay.geometry.chunks import Chunks
-from torchrelay.geometry.runs import Column, Moves, Runs
-from torchrelay.landing.destination import Indices, Marks, Straight
-from torchrelay.landing.leaves import strides_of, without_bytes
-from torchrelay.landing.places import ImageMemory
+from torchrelay.geometry.runs import Column, Runs
+from torchrelay.landing.leaves import strides_of
 from torchrelay.landing.workspace import Workspace
 from torchrelay.record import manifest as m
-from torchrelay.record.schema import Record
+from torchrelay.record.rows import Marks
 from torchrelay.state import tensors as t
 
+_NOWHERE = -1
 
-class Slab(NamedTuple):
-    """Images that are held in one piece of memory, in order."""
 
-    slab: torch.Tensor
-    images: Indices
-    places: Column  # in the slab
-    padded: Column  # bytes of each, and what alignment adds
+class ImageMemory(NamedTuple):
+    """Where an image lies: from byte `offset` of a storage on."""
 
-    def place(self, image: int) -> int | None:
-        """Where in the slab an image is, if it is there."""
-        row = int(np.searchsorted(self.images, image))
-        there = row < len(self.images) and self.images[row] == image
-        return int(self.places[row]) if there else None
-
-    def memory(self, starts: Column, sizes: Column) -> Runs:
-        """Where the images lie, by their positions in the stream."""
-        addresses = self.places + np.uint64(self.slab.data_ptr())
-        return Runs(starts[self.images], addresses, sizes)
-
-    def moves(self, plain: Straight, starts: Column) -> Moves:
-        """From the images to plain tensors whose images are all held here."""
-        row = np.searchsorted(self.images, plain.image)
-        skip = plain.at - starts[plain.image]
-        sources = self.places[row] + skip + np.uint64(self.slab.data_ptr())
-        return Moves(plain.at, sources, plain.address, plain.nbytes)
+    image: int
+    storage: torch.UntypedStorage
+    offset: int
 
 
 class HeldImages:
-    """Memory for some of the images of a record. `homes` has those that the caller is going to
-    keep, each in memory of its own. Others are put on devices, and then the host holds the rest."""
+    """`memory` has pieces of memory, and `far` whether each is on a device. `numbers` has the piece
+    that each image lies in, or -1, and `offsets` the byte there."""
 
-    def __init__(
-        self,
-        record: Record,
-        chunks: Chunks,
-        workspace: Workspace,
-        homes: dict[int, torch.Tensor],
+    def __init__(self, chunks: Chunks) -> None:
+        self._chunks = chunks
+        self.memory: list[torch.Tensor] = []
+        self.far: list[bool] = []
+        self._bases: Column = np.zeros(0, np.uint64)
+        self.numbers: Numbers = np.full(len(chunks.image_bytes), _NOWHERE, np.int64)
+        self.offsets: Column = np.zeros(len(chunks.image_bytes), np.uint64)
+
+    def add(self, memory: torch.Tensor, images: Any, offsets: Any = 0, *, far: bool) -> None:
+        """Have images in a piece of memory from now on."""
+        self.numbers[images], self.offsets[images] = len(self.memory), offsets
+        self.memory.append(memory)
+        self.far.append(far)
+
+    def take(
+        self, images: Numbers, workspace: Workspace, device: torch.device | None = None
     ) -> None:
-        self._sizes = record.box_bytes.astype(np.uint64)
-        self._chunks, self._workspace = chunks, workspace
-        self.homes = homes
-        self.far = {image: home for image, home in homes.items() if not home.is_cpu}
-        self.slabs: list[Slab] = []  # of devices
+        """Take one piece of memory for images that ascend. `MismatchError` where there is not so
+        much."""
+        if len(images):
+            padded = self._chunks.padded[images]
+            ends = np.cumsum(padded)
+            piece = workspace.stage(int(ends[-1]), device or "cpu")
+            self.add(piece, images, ends - padded, far=device is not None)
 
-    def _taken(self, images: Indices, device: torch.device | str = "cpu") -> Slab:
-        padded = self._chunks.padded[images]
-        ends = np.cumsum(padded)
-        slab = self._workspace.stage(int(ends[-1]) if len(ends) else 0, device)
-        return Slab(slab, images, ends - padded, padded)
+    @property
+    def marks(self) -> Marks:
+        """Whether each image is held."""
+        found: Marks = self.numbers != _NOWHERE
+        return found
 
-    def put_on(self, device: torch.device, images: set[int]) -> bool:
-        """Take memory of the device for these images; whether it has so much."""
-        try:
-            self.slabs.append(self._taken(np.sort(np.array(list(images), np.intp)), device))
-        except MismatchError:
-            return False
-        return True
+    def addresses(self, images: Numbers) -> Column:
+        """Where images lie that are held."""
+        if len(self._bases) < len(self.memory):
+            self._bases = np.array([*map(torch.Tensor.data_ptr, self.memory)], np.uint64)
+        found: Column = self._bases[self.numbers[images]] + self.offsets[images]
+        return found
 
-    def on_devices(self) -> set[int]:
-        """The images that are on devices already."""
-        return set(self.far).union(*(held.images.tolist() for held in self.slabs))
+    def _images(self, *, far: bool) -> Numbers:
+        kinds = np.array([*self.far, not far], bool)  # the last is for those that are not held
+        return np.flatnonzero(kinds[self.numbers] == far)
 
-    def hold(self, held: Marks) -> None:
-        """Take host memory for the images that are marked."""
-        self._near = self._taken(np.flatnonzero(held))
-        self.order = self._near.images
-        # Images that follow each other in the stream do so in the slab: these are few runs.
-        self.host = self._near.memory(self._chunks.places, self._near.padded)
-        near = {image: home for image, home in self.homes.items() if home.is_cpu}
-        if near:
-            self.host = Runs.merged(self.host, self._runs(near))
+    def runs(self, *, far: bool) -> Runs:
+        """Where images lie on devices, or in host memory, by their positions in the stream.
 
-    def _runs(self, homes: Mapping[int, torch.Tensor]) -> Runs:
-        start = self._chunks.start_of
-        return Runs.of([(start(n), home.data_ptr(), home.nbytes) for n, home in homes.items()])
+        Images that follow each other there do so in a piece of memory: these are few runs.
+        """
+        images, chunks = self._images(far=far), self._chunks
+        ends = np.array([memory.nbytes for memory in self.memory], np.uint64)
+        room = ends[self.numbers[images]] - self.offsets[images]
+        sizes = np.minimum(chunks.padded[images], room)
+        return Runs(chunks.places[images], self.addresses(images), sizes)
 
-    def device_memory(self) -> Runs:
-        """Where images lie that are held on devices, by their positions in the stream."""
-        slabs = [one.memory(self._chunks.places, self._sizes[one.images]) for one in self.slabs]
-        return Runs.merged(self._runs(self.far), *slabs)
+    def far_bytes(self) -> list[tuple[int, torch.Tensor]]:
+        """Images that are held on devices, with their positions in the stream."""
+        images = self._images(far=True).tolist()
+        return [(self._chunks.start_of(image), self.bytes(image)) for image in images]
 
-    @cached_property
-    def at(self) -> dict[int, int]:
-        """Where in host memory each image is that is held there."""
-        return dict(zip(self.order.tolist(), self._near.places.tolist(), strict=True))
+    def all(self) -> Iterator[ImageMemory]:
+        for image in np.flatnonzero(self.marks).tolist():
+            yield self.memory_of(image)
 
-    def memory(self) -> Iterator[ImageMemory]:
-        """All of the memory, by image."""
-        for held in (self._near, *self.slabs):
-            for image, at in zip(held.images.tolist(), held.places.tolist(), strict=True):
-                yield ImageMemory(image, held.slab.untyped_storage(), at)
-        for image, home in self.homes.items():
-            yield ImageMemory(image, home.untyped_storage(), 0)
-
-    def memory_of(self, image: int) -> ImageMemory | None:
-        if image in self.homes:
-            return ImageMemory(image, self.homes[image].untyped_storage(), 0)
-        for held in (self._near, *self.slabs):
-            if (at := held.place(image)) is not None:
-                return ImageMemory(image, held.slab.untyped_storage(), at)
-        return None
-
-    def far_bytes(self, image: int) -> torch.Tensor | None:
-        """An image on a device, if it goes there or is held there."""
-        for held in self.slabs:
-            if (at := held.place(image)) is not None:
-                return held.slab[at : at + int(self._sizes[image])]
-        return self.far.get(image)
+    def memory_of(self, image: int) -> ImageMemory:
+        storage = self.memory[int(self.numbers[image])].untyped_storage()
+        return ImageMemory(image, storage, int(self.offsets[image]))
 
     def bytes(self, image: int) -> torch.Tensor:
-        far = self.far_bytes(image)
-        if far is not None:
-            return far
-        at = self.at[image]
-        return self._near.slab[at : at + int(self._sizes[image])]
+        _, storage, offset = self.memory_of(image)
+        return t.flat_bytes(storage, offset, self._chunks.size_of(image))
 
     def part(self, part: m.TensorLeaf) -> torch.Tensor:
-        """A tensor over an image in host memory."""
-        if part.storage < 0:
-            return without_bytes(part)
-        storage, at = self._near.slab.untyped_storage(), self.at[part.storage]
-        return t.over_storage(storage, at + part.offset, part, strides_of(part))
-
-
-def only_device(tensors: list[torch.Tensor]) -> torch.device | None:
-    """The one GPU that tensors are on, if it is one."""
-    numbers = set(map(torch.Tensor.get_device, tensors))
-    return torch.device("cuda", numbers.pop()) if len(numbers) == 1 else None
+        """A tensor over an image."""
+        _, storage, offset = self.memory_of(part.storage)
+        return t.over_storage(storage, offset + part.offset, part, strides_of(part))

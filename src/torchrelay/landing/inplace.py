@@ -1,60 +1,60 @@
-"""The caller's own tensors: staged and written at once (`atomic`), or written as bytes arrive."""
+"""The caller's own tensors: staged and written at once (`atomic`), or written as bytes arrive.
+
+Each byte of the stream has one place. Destinations that are one run of memory, in the order of the
+bytes, are rows of a table. Rows whose image is held are copied from there by the commit; bytes of
+the others go straight to the caller's memory. All other destinations are late: the commit copies
+their elements from images that are held.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from contextlib import suppress
 from functools import cached_property, partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
 
-from torchrelay.geometry.runs import Moves, Runs, moves
+from torchrelay.errors import MismatchError
+from torchrelay.geometry.boxes import Numbers
+from torchrelay.geometry.runs import Moves, Runs
 from torchrelay.geometry.strides import packed
 from torchrelay.landing.checks.fit import ArrayFit, Fit, Found, fit
 from torchrelay.landing.checks.ties import check_ties, host_spans
 from torchrelay.landing.commit.ending import StateLanding
 from torchrelay.landing.commit.handover import Handover
 from torchrelay.landing.destination import Pair, Straight, split
-from torchrelay.landing.held import HeldImages, only_device
+from torchrelay.landing.held import HeldImages
 from torchrelay.landing.leaves import (
     check_leaf,
     check_records,
     copy_late,
     make_leaf,
     strides_of,
+    without_bytes,
 )
 from torchrelay.landing.missing import MadeLeaves
 from torchrelay.landing.options import LandingOptions
 from torchrelay.landing.pairing import Pairing
-from torchrelay.landing.places import ImageMemory, Landed, OwnTensor, Places, chunks_of, reaching
+from torchrelay.landing.places import Landed, OwnTensor, Places, chunks_of
 from torchrelay.landing.workspace import Workspace
-from torchrelay.plan.region import Region, copy_boxes
 from torchrelay.record import manifest as m
 from torchrelay.record.manifest import parts
 from torchrelay.record.pause import gc_paused
-from torchrelay.record.rows import LeafRows
+from torchrelay.record.rows import LeafRows, Marks
 from torchrelay.record.schema import Record
 from torchrelay.state import tensors as t
 from torchrelay.state.leaves import build
 from torchrelay.state.paths import LeafPaths, Path
 from torchrelay.state.tree import grafted, inside_records, unflatten
 
-_HOST = torch.device("cpu")
-
-
-class _Placed(NamedTuple):
-    """A destination in image order: bytes [at, at + nbytes) of an image go to `region`."""
-
-    at: int
-    region: Region
-
 
 class ExistingTensors(StateLanding):
     """The tensors of a destination that was paired with the record's tree.
 
-    The leaves in `late` get their bytes by way of whole images, which are not written to the
-    destination as they are. The images in `compared` are held, whether they go anywhere or not.
+    Images of the leaves in `late` are not written to the destination as they arrive: they are held,
+    and so are those in `compared`, whether they go anywhere or not.
     """
 
     def __init__(
@@ -72,7 +72,7 @@ class ExistingTensors(StateLanding):
         self._into = into = pairing.into
         self._options = options
         self._workspace = workspace
-        self._put = partial(workspace.copy, alone=False)
+        self._copy = partial(workspace.copy, alone=False)
         matched = pairing.matched
         self.chunks = chunks_of(record)
         self._new = MadeLeaves(rows, options)
@@ -92,87 +92,32 @@ class ExistingTensors(StateLanding):
         if inside:
             wanted = {index for index, _, _ in self._inside} | self._new.paths.keys()
             check_records(rows.tree, rows, wanted)
-        back = set() if options.staged else {index for index, _, _ in self._remade()} | late
         self._values: dict[int, tuple[int, Path]] = {}  # by leaf here, the one offered
-        self._direct: dict[int, list[_Placed]] = {}
-        self._own: list[Fit] = []
-        self._late: list[Fit | ArrayFit] = []
-        self._wholes: dict[int, tuple[m.SparseLeaf, Path]] = {}
-        plain, rest = split(matched, rows, into.layout, self.chunks, back)
+        plain, rest = split(matched, rows, into.layout, self.chunks)
         fits = self._fits(rest)
         if fits and plain.meets(host_spans(fits, self.chunks)):
             # Plain tensors share memory with others: the check below has to see them all.
             plain = Straight.none()
             fits = self._fits(matched.pairs)
         check_ties(fits, self.chunks)
-        # Plain tensors in host memory are known by address, others by region.
-        self._plain = plain
-        self._written = self._written_plain()
-        self._plain_far = plain.some(~plain.on_host)
-        if len(self._plain_far.image):
-            plain = plain.some(plain.on_host)
-        self._host = Runs(plain.at, plain.address, plain.nbytes)
-        for found in fits:
-            self._place(found, late=found.leaf in back)
-        self._by_address = plain.image
-        self._stage(compared)
-        self.on_device = bool(len(self._plain_far.image) or self._held.far) or any(
-            not region.keep.is_cpu for placed in self._direct.values() for _, region in placed
+        self._table = self._placed(plain, fits)
+        self._held = HeldImages(self.chunks)
+        self._take_memory(compared, () if options.staged else late)
+        straight = self._table.some(~self._held.marks[self._table.image])
+        far = straight.some(~straight.on_host)
+        near = straight.some(straight.on_host)
+        self._straight = straight
+        self._places = Places(
+            [Runs.merged(self._held.runs(far=False), near.runs)],
+            Runs.merged(self._held.runs(far=True), far.runs),
+            # Nothing here refers to the landing: one that is given up goes at once.
+            partial(_far_memory, self._held, far, self._tensors),
+            live=bool(len(straight.image)),
         )
 
-    def _written_plain(self) -> list[torch.Tensor]:
-        """The plain tensors that are written to; of distributed ones both the tensor and its local
-        part, since autograd counts writes to each."""
-        mine: list[Any] = self._into.flat.leaves
-        whole = len(self._plain.leaf) == len(mine)
-        sharded = self._into.layout.sharded.locals
-        leaves = range(len(mine)) if whole else self._plain.leaf.tolist()
-        found = [*mine] if whole else [mine[n] for n in leaves]
-        return [*found, *(sharded[n] for n in leaves if n in sharded)] if sharded else found
-
-    def _place(self, found: Found, late: bool) -> None:
-        pair = found.pair
-        if isinstance(pair, ArrayFit):
-            self._late.append(pair)
-            return
-        self._written.append(pair.destination)
-        mine = self._into.flat.leaves[found.here]
-        if t.is_dtensor(mine):
-            self._written.append(mine)
-        placed = _in_image_order(pair)
-        if placed is None or late:
-            self._late.append(pair)
-        else:
-            self._direct.setdefault(pair.part.storage, []).append(placed)
-            self._own.append(pair)
-        if pair.whole is not None:
-            self._wholes[id(pair.whole)] = (pair.whole, found.path)
-
-    def _remade(self) -> list[Pair]:
-        """The pairs that registered types are made of, but for distributed tensors: those are in
-        them as they are."""
-        leaves = self._into.flat.leaves
-        return [pair for pair in self._inside if not t.is_distributed(leaves[pair[2]])]
-
-    @cached_property
-    def _near_images(self) -> set[int]:
-        return set(self._plain_far.image.tolist())
-
-    @cached_property
-    def _elsewhere(self) -> set[int]:
-        """Images that have places which are not known by address on the host."""
-        return {*self._direct, *self._near_images}
-
-    @cached_property
-    def _regions(self) -> dict[int, list[_Placed]]:
-        """By image, where it goes that is not known by address on the host."""
-        found = {image: [*placed] for image, placed in self._direct.items()}
-        plain, leaves = self._plain_far, self._into.layout.locals
-        columns = (plain.image, plain.at - self.chunks.places[plain.image], plain.leaf)
-        for image, at, leaf in zip(*(column.tolist() for column in columns), strict=True):
-            mine: Any = leaves[leaf]
-            found.setdefault(image, []).append(_Placed(at, Region.row_major(mine)))
-        return found
+    @property
+    def held(self) -> HeldImages:
+        return self._held
 
     def _fits(self, pairs: list[Pair]) -> list[Found]:
         fits: list[Found] = []
@@ -187,125 +132,107 @@ class ExistingTensors(StateLanding):
                 self._values[here] = index, path
         return fits
 
-    # Memory for the images that are held back until `commit`.
+    def _placed(self, plain: Straight, fits: list[Found]) -> Straight:
+        """The table of rows, whose leaves are numbers in `_tensors`; notes what is `_late`, and the
+        tensors that are `_written` to, as autograd counts them: of distributed ones both the tensor
+        and its local part."""
+        mine: list[Any] = self._into.flat.leaves
+        locals_: Sequence[Any] = self._into.layout.locals
+        sharded = self._into.layout.sharded.locals
+        whole = len(plain.leaf) == len(mine)
+        leaves = range(len(mine)) if whole else plain.leaf.tolist()
+        self._written = [*mine] if whole else [mine[n] for n in leaves]
+        self._written += [sharded[n] for n in leaves if n in sharded] if sharded else []
+        self._late: list[Fit | ArrayFit] = []
+        self._wholes: dict[int, tuple[m.SparseLeaf, Path]] = {}
+        rows: list[tuple[int, int, int, int, int, bool]] = []
+        more: list[torch.Tensor] = []
+        for pair, path, _, here in fits:
+            if isinstance(pair, ArrayFit):
+                self._late.append(pair)
+                continue
+            self._written.append(pair.destination)
+            if t.is_dtensor(mine[here]):
+                self._written.append(mine[here])
+            if pair.whole is not None:
+                self._wholes[id(pair.whole)] = (pair.whole, path)
+            nbytes = _run_bytes(pair)
+            if not nbytes:
+                self._late.append(pair)
+                continue
+            part, tensor = pair.part, pair.destination
+            at = self.chunks.start_of(part.storage) + part.offset
+            number = len(locals_) + len(more)
+            rows.append((at, tensor.data_ptr(), nbytes, part.storage, number, tensor.is_cpu))
+            more.append(tensor)
+        self._tensors = [*locals_, *more] if more else locals_
+        return plain.joined(rows)
 
-    def _stage(self, compared: Set[int]) -> None:
-        read_back = {
-            pair.leaf.storage if isinstance(pair, ArrayFit) else pair.part.storage
-            for pair in self._late
-        } | compared
-        values = (index for index, _ in self._values.values())
-        for index in (*values, *(index for index, _, _ in self._remade())):
-            read_back |= {part.storage for part in parts(self._rows[index])} - {-1}
-        filled: set[int] = set()
-        if self._new.images:
-            filled = {*self._by_address.tolist(), *self._elsewhere}
-        read_back |= self._new.images & filled
-        homes = self._new.take_memory(self.chunks, read_back | filled, self._workspace)
-        self._held = held = HeldImages(self.record, self.chunks, self._workspace, homes)
-        on_host = set(read_back)
-        marks = np.zeros(self.record.images, bool)
+    def _remade(self) -> list[Pair]:
+        """The pairs that registered types are made of, but for distributed tensors: those are in
+        them as they are."""
+        leaves = self._into.flat.leaves
+        return [pair for pair in self._inside if not t.is_distributed(leaves[pair[2]])]
+
+    # Memory for the images that are held until `commit`.
+
+    def _take_memory(self, compared: Set[int], late: Iterable[int]) -> None:
+        table, held, workspace = self._table, self._held, self._workspace
+        filled, near = (np.zeros(self.record.images, bool) for _ in range(2))
+        filled[table.image] = True
+        near[list(compared)] = True
+        values = [index for index, _ in self._values.values()]
+        self._mark_images(near, [*values, *(index for index, _, _ in self._remade()), *late])
+        for pair in self._late:
+            near[pair.leaf.storage if isinstance(pair, ArrayFit) else pair.part.storage] = True
+        made = np.array(sorted(self._new.images), np.int64)
+        near[made[filled[made]]] = True
+        if not self._options.staged:
+            near[table.several] = True
+        alone = made[~near[made]].tolist()
+        self._kept = set(alone)  # images in memory that becomes the caller's
+        for image, home in self._new.take_memory(alone, self.chunks, workspace).items():
+            held.add(home, image, far=not home.is_cpu)
         if self._options.staged:
-            for device, images in self._by_device(read_back).items():
-                if not held.put_on(device, images):
-                    on_host |= images
-            on_host |= (self._direct.keys() | self._near_images) - held.on_devices()
-            marks[self._by_address] = True
-        marks[list(on_host)] = True
-        held.hold(marks)
-        self._staged = held.host
+            for device, images in self._by_device(near):
+                with suppress(MismatchError):  # the host may have so much
+                    held.take(images, workspace, device)
+            near |= filled & ~held.marks
+        held.take(np.flatnonzero(near), workspace)
 
-    def _by_device(self, read_back: set[int]) -> dict[torch.device, set[int]]:
-        """Images all of whose bytes go to one device: they are staged there."""
-        leaves: Any = self._into.layout.locals
-        far = [leaves[n] for n in self._plain_far.leaf.tolist()]
-        if not self._direct and (alone := only_device(far)) is not None:
-            return {alone: self._near_images - read_back}
-        places = {
-            image: {region.keep.device for _, region in placed}
-            for image, placed in self._direct.items()
-        }
-        for image, one in zip(self._plain_far.image.tolist(), far, strict=True):
-            places.setdefault(image, set()).add(one.device)
-        found: dict[torch.device, set[int]] = {}
-        for image, devices in places.items():
-            if len(devices) == 1 and _HOST not in devices and image not in read_back:
-                found.setdefault(devices.pop(), set()).add(image)
-        return found
+    def _mark_images(self, marks: Marks, leaves: Sequence[int]) -> None:
+        """Mark the images of some of the leaves offered."""
+        rows = self._rows
+        marks[rows.images[np.isin(rows.leaves, leaves)]] = True
+        for index in leaves:
+            for part in parts(rows.others[index]) if index in rows.others else ():
+                if part.storage >= 0:
+                    marks[part.storage] = True
 
-    # Bytes in
-
-    def places(self) -> Places:
-        held = self._held
-        if self._options.staged:
-            return Places([self._staged], held.device_memory())
-        # Images that are written in several places, or also held back for something else.
-        twice = self._near_images & self._direct.keys()
-        if len(held.order):
-            twice |= set(np.intersect1d(self._by_address, held.order).tolist())
-            twice |= self._near_images & held.at.keys()
-        device: list[tuple[int, int, int]] = []
-        for image, placed in sorted(self._direct.items()):
-            at, region = placed[0]
-            run = region.run(0, region.nbytes)
-            if len(placed) > 1 or run is None or image in held.at:
-                twice.add(image)
-            elif image not in twice:
-                device.append((self.chunks.start_of(image) + at, run.data_ptr(), run.nbytes))
-        host, near = self._host, self._plain_far
-        if twice:
-            near = near.some(~np.isin(near.image, list(twice)))
-            twice |= held.at.keys() | held.homes.keys()
-        elif len(self._staged.starts):
-            host = Runs.merged(host, self._staged)
-        far = Runs(near.at, near.address, near.nbytes)
-        if device or held.far:
-            far = Runs.merged(held.device_memory(), Runs.of(device), far)
-        return Places([host], far, reaching(self.chunks, twice), live=bool(self._written))
+    def _by_device(self, near: Marks) -> Iterator[tuple[torch.device, Numbers]]:
+        """Images all of whose bytes go to one device, and to the host in no other way: they are
+        staged there."""
+        table = self._table
+        numbers = np.full(len(table.image), -1, np.int64)
+        far = np.flatnonzero(~table.on_host)
+        tensors = [self._tensors[number] for number in table.leaf[far].tolist()]
+        numbers[far] = [device_number(tensor) for tensor in tensors]
+        for number in np.unique(numbers[far]).tolist():
+            marks = np.zeros(self.record.images, bool)
+            marks[table.image[numbers == number]] = True
+            marks[table.image[numbers != number]] = False
+            yield device_of(number), np.flatnonzero(marks & ~near)
 
     def own(self) -> Iterator[OwnTensor]:
-        if self._options.staged:
-            return
-        leaves: Any = self._into.layout.locals
-        columns = self._plain.image.tolist(), self._plain.leaf.tolist()
-        for image, leaf in zip(*columns, strict=True):
-            yield OwnTensor(image, leaves[leaf])
-        for pair in self._own:
-            yield OwnTensor(pair.part.storage, pair.destination)
-
-    def held(self) -> Iterator[ImageMemory]:
-        return self._held.memory()
-
-    def memory_of(self, image: int) -> ImageMemory | None:
-        return self._held.memory_of(image)
-
-    def put(self, start: int, stop: int, data: torch.Tensor) -> None:
-        if self._staged.reaches(start, stop) or self._host.reaches(start, stop):
-            host = data.cpu()
-            self._staged.scatter(start, stop, host.data_ptr(), self._put)
-        for image, first, last, at in (
-            self.chunks.within(start, stop) if self._held.far or self._held.slabs else ()
-        ):
-            if (far := self._held.far_bytes(image)) is not None:
-                far[first:last].copy_(data[at : at + last - first])
-        if self._options.staged:
-            return
-        if self._host.reaches(start, stop):
-            self.torn = True
-            self._host.scatter(start, stop, host.data_ptr(), self._put)
-        for image, first, last, at in self.chunks.within(start, stop) if self._elsewhere else ():
-            if image in self._elsewhere:
-                self.torn = True
-                for there, region in self._regions[image]:
-                    low, high = max(first, there), min(last, there + region.nbytes)
-                    if low < high:
-                        region.write(low - there, high - there, data[at + low - first :])
+        columns = self._straight.image.tolist(), self._straight.leaf.tolist()
+        for image, number in zip(*columns, strict=True):
+            yield OwnTensor(image, self._tensors[number])
 
     # The end
 
     @gc_paused()
     def make(self) -> None:
-        leaves, held, rank = self._rows, self._held.part, self._options.rank
+        leaves, held, rank = self._rows, self._held_part, self._options.rank
         self._new_values = values = {
             here: make_leaf(leaves[index], path, held, rank)
             for here, (index, path) in self._values.items()
@@ -331,6 +258,17 @@ class ExistingTensors(StateLanding):
         if inside and self._mine is not None:
             self._around(inside)
 
+    def _held_part(self, part: m.TensorLeaf) -> torch.Tensor:
+        return without_bytes(part) if part.storage < 0 else self._held.part(part)
+
+    def _owned_part(self, part: m.TensorLeaf) -> torch.Tensor:
+        """A tensor over an image in memory of its own, which the caller may keep."""
+        image = part.storage
+        if image >= 0 and image not in self._kept:
+            self._held.add(self._held.bytes(image).clone(), image, far=False)
+            self._kept.add(image)
+        return self._held_part(part)
+
     def give(self) -> None:
         self._handover.give(written=self.torn)
 
@@ -341,9 +279,8 @@ class ExistingTensors(StateLanding):
     def finish(self) -> Landed:
         """Write what was held back, and put the rest in its place."""
         self.torn = self.torn or bool(self._written or self._copies)
-        if self._options.staged:
-            self._workspace.copy(self._last_copies, also=self._notes())
-            self._write_regions()
+        self._workspace.copy(self._host_moves, also=self._notes())
+        self._write_far()
         for destination, source in self._copies:
             copy_late(destination, source)
         for note in self._notes():
@@ -365,72 +302,77 @@ class ExistingTensors(StateLanding):
         return unflatten(grafted(self._rows.tree, stubs), known)
 
     def arrived(self) -> None:
-        if self._options.staged:
-            self._last_copies  # noqa: B018
-        else:
+        self._host_moves  # noqa: B018
+        if not self._options.staged:
             for note in self._notes():
                 note()
 
     @cached_property
-    def _last_copies(self) -> Moves:
-        return moves(self._staged, self._host)
+    def _held_rows(self) -> Straight:
+        return self._table.some(self._held.marks[self._table.image])
+
+    def _moves(self, rows: Straight) -> Moves:
+        """From images that are held to rows."""
+        sources = self._held.addresses(rows.image) + (rows.at - self.chunks.places[rows.image])
+        return Moves(rows.at, sources, rows.address, rows.nbytes).joined()
+
+    @cached_property
+    def _host_moves(self) -> Moves:
+        rows = self._held_rows
+        return self._moves(rows.some(rows.on_host))
 
     def _notes(self) -> list[Callable[[], None]]:
         """Calls that bump autograd's version counters, one for each block."""
         written, self._written = self._written, []
         return [partial(t.note_written, some) for some in t.blocks(written)]
 
-    def _write_regions(self) -> None:
-        boxes: list[tuple[torch.Tensor, torch.Tensor]] = []
-        dense: list[tuple[torch.Tensor, torch.Tensor]] = []
-        for image in self._elsewhere - self._write_held():
-            held = self._held.bytes(image)
-            on_device = self._held.far_bytes(image) is not None
-            for at, region in self._regions[image]:
-                if on_device and (run := region.run(0, region.nbytes)) is not None:
-                    dense.append((run, held[at : at + region.nbytes]))
-                elif region.address:
-                    region.write(0, region.nbytes, held[at:])
-                else:
-                    boxes += region.boxes(0, region.nbytes, held[at:])
-        copy_boxes(boxes)
-        self._workspace.copy_on_device(dense)
-
-    def _write_held(self) -> set[int]:
-        """Copy images that are held on a device to plain tensors there, all of them at once;
-        returns which those were."""
-        done: set[int] = set()
-        near = self._plain_far
-        apart = ~np.isin(near.image, list(self._direct)) if self._direct else None
-        for held in self._held.slabs:
-            rows = np.isin(near.image, held.images)
-            some = near.some(rows if apart is None else rows & apart)
-            copies = held.moves(some, self.chunks.places)
-            if self._workspace.copy_by_address(copies, held.slab.device):
-                done.update(some.image.tolist())
-        return done
-
-    def _owned_part(self, part: m.TensorLeaf) -> torch.Tensor:
-        """A tensor over an image in memory of its own, which the caller may keep."""
-        if part.storage < 0:
-            return self._held.part(part)
-        homes = self._held.homes
-        home = homes.get(part.storage)
-        if home is None:
-            home = homes[part.storage] = self._held.bytes(part.storage).clone()
-        return t.over_storage(home.untyped_storage(), part.offset, part, strides_of(part))
+    def _write_far(self) -> None:
+        """Copy images to tensors of devices: by address those that are held there."""
+        rows, held = self._held_rows, self._held
+        rows = rows.some(~rows.on_host)
+        for number in np.unique(held.numbers[rows.image]).tolist():
+            some = rows.some(held.numbers[rows.image] == number)
+            device = held.memory[number].device
+            if held.far[number] and self._workspace.copy_by_address(self._moves(some), device):
+                continue
+            skips = (some.at - self.chunks.places[some.image]).tolist()
+            columns = some.image.tolist(), some.leaf.tolist(), skips, some.nbytes.tolist()
+            for image, leaf, skip, nbytes in zip(*columns, strict=True):
+                to = _run(self._tensors[leaf], nbytes)
+                to.copy_(held.bytes(image)[skip : skip + nbytes])
 
 
-def _in_image_order(pair: Fit) -> _Placed | None:
-    """The destination as a region in the order of the image, or None where it takes more."""
+def device_number(tensor: torch.Tensor) -> int:
+    return tensor.get_device()
+
+
+def device_of(number: int) -> torch.device:
+    return torch.device("cuda", number)
+
+
+def _run_bytes(pair: Fit) -> int:
+    """The bytes of a destination that is one run of memory in the order of its image; else 0."""
     part, mine, whole = pair
-    strides = strides_of(part)
+    strides, here = strides_of(part), mine.stride()
     layout = packed(part.shape, strides)
-    here = tuple(mine.stride())
     if whole is not None or layout is None or layout.strides != strides:
-        return None
-    if (t.flags_of(mine) ^ part.flags) & (m.CONJ | m.NEG):
-        return None
-    if any(s > 1 and strides[d] == 0 and here[d] != 0 for d, s in enumerate(part.shape)):
-        return None  # offered once and expanded, the destination has room for each
-    return _Placed(part.offset, Region(mine, part.shape, here, layout.order))
+        return 0
+    if (t.flags_of(mine) ^ part.flags) & (m.CONJ | m.NEG) or not (mine.is_cpu or mine.is_cuda):
+        return 0
+    if any(size > 1 and strides[d] != here[d] for d, size in enumerate(part.shape)):
+        return 0
+    return layout.numel * mine.element_size()
+
+
+def _run(tensor: torch.Tensor, nbytes: int) -> torch.Tensor:
+    """The memory of a tensor that is one run of bytes."""
+    return t.flat_bytes(tensor.untyped_storage(), t.byte_offset(tensor), nbytes)
+
+
+def _far_memory(
+    held: HeldImages, rows: Straight, tensors: Sequence[Any]
+) -> list[tuple[int, torch.Tensor]]:
+    """Memory of devices that takes bytes as they come, with positions in the stream."""
+    columns = rows.at.tolist(), rows.leaf.tolist(), rows.nbytes.tolist()
+    own = [(at, _run(tensors[n], nbytes)) for at, n, nbytes in zip(*columns, strict=True)]
+    return [*held.far_bytes(), *own]

@@ -5,7 +5,7 @@ Memory of theirs alone is the caller's to keep, so bytes that arrive go straight
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -73,11 +73,10 @@ class MadeLeaves:
         return {part.storage for leaf in leaves for part in parts(leaf)} - {-1}
 
     def take_memory(
-        self, chunks: Chunks, others: Container[int], workspace: Workspace
+        self, alone: Sequence[int], chunks: Chunks, workspace: Workspace
     ) -> dict[int, torch.Tensor]:
-        """Memory for the images that no leaf but those made here has."""
+        """Memory for images that no leaf but those made here has."""
         record = self._rows.record
-        alone = sorted(image for image in self.images if image not in others)
         where = {}
         for image in alone:
             kind = record.devices[int(record.image_devices[image])]

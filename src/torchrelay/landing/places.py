@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import cached_property
 from typing import NamedTuple
 
 import torch
 
 from torchrelay.geometry.chunks import Chunks
-from torchrelay.geometry.runs import Runs
+from torchrelay.geometry.runs import Copy, Runs
+from torchrelay.plan.region import Stream
 from torchrelay.record.manifest import parts
 from torchrelay.record.rows import LeafRows
 from torchrelay.record.schema import Record
@@ -19,6 +20,7 @@ from torchrelay.state.paths import LeafPaths
 from torchrelay.state.tree import show
 
 _NAMED = 8  # tensors in a message
+Far = Callable[[], Iterable[tuple[int, torch.Tensor]]]  # memory of devices, with positions
 
 
 class Landed(NamedTuple):
@@ -29,14 +31,6 @@ class Landed(NamedTuple):
     extra: list[str]
 
 
-class ImageMemory(NamedTuple):
-    """Where an image lies: from byte `offset` of a storage on."""
-
-    image: int
-    storage: torch.UntypedStorage
-    offset: int
-
-
 class OwnTensor(NamedTuple):
     """A tensor of the caller, or its local part, that takes the elements of an image."""
 
@@ -45,18 +39,18 @@ class OwnTensor(NamedTuple):
 
 
 class Places:
-    """Memory that takes bytes of the stream as they are."""
+    """Memory that takes bytes of the stream as they are: each of them has one place at most."""
 
     def __init__(
         self,
         host: Iterable[Runs],
-        device: Runs,
-        indirect: frozenset[int] = frozenset(),
+        device: Runs | None = None,
+        far: Far = tuple,
         live: bool = False,
         making: bool = False,
     ) -> None:
-        self.device = device  # memory of GPUs, by address; the landing keeps it
-        self.indirect = indirect  # chunks that go by `write` all the same
+        self.device = device or Runs([], [], [])  # memory of GPUs, by address
+        self._far = far  # gives the same memory as tensors
         self.live = live  # the caller's own tensors: once one is written to, the landing is `torn`
         self.making = making  # of host memory, while it is asked for, keeps a core busy
         self._made: list[Runs] = []
@@ -75,13 +69,24 @@ class Places:
         """All of the host memory."""
         return Runs.merged(*self.parts())
 
+    @cached_property
+    def stream(self) -> Stream:
+        """All of the memory."""
+        return Stream(self.host, [], 0, self.device, self._far)
+
 
 class Landing(ABC):
     """The side of a landing that a transport uses."""
 
     chunks: Chunks
-    on_device: bool  # whether any of it goes to a device
     torn = False  # whether the caller's tensors have been written to, but not all of them
+    _places: Places
+    _copy: Copy  # copies to host memory, while other threads do
+
+    @property
+    def on_device(self) -> bool:
+        """Whether any of it goes to a device."""
+        return bool(len(self._places.device.starts))
 
     def write(self, index: int, data: torch.Tensor) -> None:
         """Take chunk `index`, whose bytes are in the buffer `data`, on the host or a device.
@@ -89,15 +94,12 @@ class Landing(ABC):
         Several threads may, each with another chunk, once `places().host` has been asked for.
         """
         begin = self.chunks.offsets[index]
-        self.put(begin, begin + self.chunks.sizes[index], data)
+        self.torn = self.torn or self._places.live
+        self._places.stream.write(begin, begin + self.chunks.sizes[index], data, self._copy)
 
-    @abstractmethod
-    def put(self, start: int, stop: int, data: torch.Tensor) -> None:
-        """The same of any bytes [start, stop) of the stream."""
-
-    @abstractmethod
     def places(self) -> Places:
         """Where chunks go, for a transport that writes to memory itself instead of `write`."""
+        return self._places
 
     def arrived(self) -> None:  # noqa: B027
         """All bytes have arrived and are not verified yet. Work that does not depend on the result
@@ -112,17 +114,6 @@ def chunks_of(record: Record) -> Chunks:
     """The chunks of a stream. A share of several ranks' records has none: it comes in parts."""
     cuts = record.volumes[0].cuts if record.volumes else None
     return Chunks(record.box_bytes, () if cuts is None else cuts.tolist())
-
-
-def reaching(chunks: Chunks, images: Iterable[int]) -> frozenset[int]:
-    """The chunks that hold bytes of any of these images."""
-    found: set[int] = set()
-    for image in images:
-        start = chunks.start_of(image)
-        stop = start + chunks.size_of(image)
-        first = max(bisect_right(chunks.offsets, start) - 1, 0)
-        found.update(range(first, bisect_left(chunks.offsets, stop)))
-    return frozenset(found)
 
 
 def named(record: Record, chunks: Chunks, start: int, stop: int) -> str:

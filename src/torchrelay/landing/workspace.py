@@ -8,9 +8,7 @@ import torch
 
 from torchrelay.errors import MismatchError
 from torchrelay.geometry.runs import Moves, copy_one_by_one
-from torchrelay.state.tensors import raw_of
 
-Pairs = Sequence[tuple[torch.Tensor, torch.Tensor]]
 LARGE_BYTES = 1 << 20  # what is smaller is torch's own: its allocator reuses small pieces well
 
 
@@ -37,11 +35,6 @@ class Workspace:
         copy_one_by_one(moves)
         for job in also:
             job()
-
-    def copy_on_device(self, pairs: Pairs) -> None:
-        """Copy to each first, a contiguous tensor on a device, the bytes of the second."""
-        for tensor, data in pairs:
-            raw_of(tensor).view(-1).view(torch.uint8).copy_(data)
 
     def copy_by_address(self, moves: Moves, device: torch.device) -> bool:
         """Copy memory of one device by address; whether that can be done here."""

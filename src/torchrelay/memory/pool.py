@@ -19,12 +19,11 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import NamedTuple
 
-import numpy as np
 import torch
 
 from torchrelay.errors import MismatchError
 from torchrelay.geometry.runs import Moves
-from torchrelay.landing.workspace import LARGE_BYTES, Pairs, Workspace, allocate
+from torchrelay.landing.workspace import LARGE_BYTES, Workspace, allocate
 from torchrelay.memory import threads, vectors
 from torchrelay.memory.gpu import kernels
 from torchrelay.memory.pages import Mapping, paged, populate, release
@@ -166,17 +165,6 @@ class Pooled(Workspace):
         self, moves: Moves, *, alone: bool = True, also: Sequence[Callable[[], object]] = ()
     ) -> None:
         vectors.copy(moves, cores() if alone else 1, also)
-
-    def copy_on_device(self, pairs: Pairs) -> None:
-        here: dict[int, list[tuple[int, int, int, int]]] = {}
-        for tensor, data in pairs:
-            if not tensor.is_cuda or tensor.device != data.device:
-                super().copy_on_device([(tensor, data)])
-                continue
-            move = (0, data.data_ptr(), tensor.data_ptr(), tensor.nbytes)
-            here.setdefault(tensor.get_device(), []).append(move)
-        for device, found in here.items():
-            kernels.copy(Moves(*np.array(found, np.uint64).T), device, self._tables)
 
     def copy_by_address(self, moves: Moves, device: torch.device) -> bool:
         if device.type != "cuda" or device.index is None:

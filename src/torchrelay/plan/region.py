@@ -261,8 +261,11 @@ class Stream:
             if region.keep.is_cuda:
                 region.read(low - at, high - at, out[low - start :], wait=False)
 
-    def write(self, start: int, stop: int, data: torch.Tensor) -> None:
-        """Copy the host buffer `data` to bytes [start, stop)."""
-        self.host.scatter(start, stop, data.data_ptr())
+    def write(self, start: int, stop: int, data: torch.Tensor, copy: Copy | None = None) -> None:
+        """Copy the buffer `data`, on the host or a device, to bytes [start, stop). `copy` is as for
+        `read`."""
+        if self.host.reaches(start, stop):
+            near = data.cpu()
+            self.host.scatter(start, stop, near.data_ptr(), copy)
         for low, high, at, region in self.pieces(start, stop):
             region.write(low - at, high - at, data[low - start :])

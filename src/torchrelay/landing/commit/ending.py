@@ -14,10 +14,10 @@ from typing import Any
 import torch
 
 from torchrelay.errors import RelayError, TornStateError
-from torchrelay.landing.places import ImageMemory, Landed, Landing, OwnTensor
+from torchrelay.landing.held import HeldImages
+from torchrelay.landing.places import Landed, Landing, OwnTensor
 from torchrelay.record.schema import Record
 from torchrelay.state.paths import Path
-from torchrelay.state.tensors import flat_bytes
 from torchrelay.state.tree import show
 
 TORN = "the destination is part old, part new; load again, or receive into it again"
@@ -44,19 +44,14 @@ class StateLanding(Landing):
     all_new = False  # nothing in it is the caller's
     _finishing = False
 
+    @property
     @abstractmethod
-    def held(self) -> Iterator[ImageMemory]:
+    def held(self) -> HeldImages:
         """Memory of the landing's own, for images."""
 
-    @abstractmethod
-    def memory_of(self, image: int) -> ImageMemory | None:
-        """The memory of the landing's own that one image goes to, if it goes to such."""
-
-    def bytes_of(self, image: int) -> torch.Tensor:
-        """The bytes of an image in memory of the landing's own, on the host."""
-        found = self.memory_of(image)
-        assert found is not None
-        return flat_bytes(found.storage, found.offset, self.chunks.size_of(image)).cpu()
+    def are_equal(self, one: int, other: int) -> bool:
+        """Whether two images that are held have the same bytes."""
+        return torch.equal(self.held.bytes(one).cpu(), self.held.bytes(other).cpu())
 
     def own(self) -> Iterator[OwnTensor]:
         """The caller's tensors that take images as they are; none where they are staged."""

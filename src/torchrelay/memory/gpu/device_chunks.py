@@ -16,15 +16,15 @@ from torchrelay.memory.gpu.kernels import Tables, by_device, digests_of
 
 
 class DeviceChunks:
-    """The chunks of a stream whose bytes all lie in `memory` of one GPU, except `others`."""
+    """The chunks of a stream whose bytes all lie in `memory` of one GPU."""
 
-    def __init__(self, chunks: Chunks, memory: Runs, others: Iterable[int] = ()) -> None:
+    def __init__(self, chunks: Chunks, memory: Runs) -> None:
         self._chunks, self._memory = chunks, by_device(chunks.without_padding(memory))
         self._device: dict[int, int] = {}
         for device, runs in self._memory.items():
             there = chunks.shares_of(runs.starts, runs.stops - runs.starts)
             whole = np.flatnonzero((there == chunks.held) & (there > 0)).tolist()
-            self._device |= dict.fromkeys(set(whole).difference(others), device)
+            self._device |= dict.fromkeys(whole, device)
 
     def __contains__(self, chunk: int) -> bool:
         return chunk in self._device

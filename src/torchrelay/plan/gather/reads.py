@@ -16,10 +16,11 @@ import numpy as np
 from torchrelay.errors import MismatchError
 from torchrelay.geometry.boxes import Box, Comparisons, Numbers, run_of, shared, within
 from torchrelay.plan.gather.union import Union
-from torchrelay.plan.share.leaves import NONE, WHOLE
+from torchrelay.plan.share.leaves import WHOLE
 from torchrelay.plan.share.rank_share import RankShare
 from torchrelay.record.dtypes import itemsize
 from torchrelay.record.reads import Reads
+from torchrelay.record.rows import Marks
 from torchrelay.record.schema import Record
 
 _encode = msgspec.msgpack.Encoder().encode
@@ -53,7 +54,7 @@ class RankReads(NamedTuple):
         no: Numbers = np.zeros(0, np.int64)
         return cls(no, no, no, no, no, [], [])
 
-    def some(self, rows: Numbers) -> RankReads:
+    def some(self, rows: Numbers | Marks) -> RankReads:
         columns = (self.images, self.box, self.nbytes, self.share, self.at)
         images, box, nbytes, share, at = (column[rows] for column in columns)
         return RankReads(images, box, nbytes, share, at, self.boxes, self.targets)
@@ -71,11 +72,12 @@ class RankReads(NamedTuple):
 
 
 class _SharedBox(NamedTuple):
-    """The box `both` of several tensors, which is wanted: a part of the box `owned` of ranks, and
-    of the box `wanted` of this one. `nbytes` has the bytes of `both`."""
+    """The box `both` of several images of the share, which is wanted: a part of the box `owned` of
+    ranks, and of the box `wanted` of this one. `nbytes` has its bytes, and `holders` the rows of
+    the union's boxes that have it: a row for each image, a column for each rank."""
 
     images: Numbers
-    tensors: Numbers
+    holders: Numbers
     owned: Box
     wanted: Box
     both: Box
@@ -97,19 +99,27 @@ class GatherReads:
         only: Numbers,
         lost: Collection[int] = (),
     ) -> None:
-        self._share, self._union, self._nbytes = share, union, record.box_bytes
-        self._there = ~np.isin(union.holders.rank_of, list(lost))
+        self._share, self._union, self._record = share, union, record
+        self._lost = list(lost)
         self._comparisons = Comparisons()
         # In columns: rank, image, box, bytes, image of the share, and where they go there.
         self._columns: list[tuple[Numbers, ...]] = []
         self._boxes: list[Box] = []
         self._targets: list[Box] = []
         self._loads: Numbers = np.zeros(len(union.joined.ranks), np.int64)  # bytes of each rank
-        images = only[self._nbytes[only] > 0]
-        places, sources = union.rank_images(share.sources[images])
-        plain = places >= 0
-        self._add_plain(images[plain], places[plain], sources[plain])
-        self._add_tensors(images[~plain])
+        several: list[_SharedBox] = []
+        for images, holders in self._alike(only[record.box_bytes[only] > 0]):
+            for box in self._shared(images, holders):
+                if box.holders.shape[1] > 1:
+                    several.append(box)
+                else:
+                    self._add_box(box, box.holders[:, 0])
+        # Large boxes are given first, each to the rank that has least to send.
+        for box in sorted(several, key=lambda found: -found.nbytes):
+            loads = self._loads[union.boxes.places[box.holders[0]]]
+            counts = _shared_out(len(box.images), box.nbytes, loads)
+            column = np.repeat(np.arange(len(counts)), counts)
+            self._add_box(box, box.holders[np.arange(len(column)), column])
         self.by_rank = self._by_rank()
 
     def _by_rank(self) -> dict[int, RankReads]:
@@ -125,74 +135,47 @@ class GatherReads:
             found[place] = reads.some(np.lexsort((at, share, devices)))
         return found
 
-    def _add(self, *columns: Numbers | int) -> None:
-        self._columns.append(tuple(np.broadcast_arrays(*columns)))
+    def _alike(self, images: Numbers) -> Iterator[tuple[Numbers, Numbers]]:
+        """Images that want one box of what the same ranks have in the same boxes, and the rows of
+        the union's boxes that have it: a row for each image, a column for each rank."""
+        boxes, sources = self._union.boxes, self._share.sources[images]
+        there = np.flatnonzero(~np.isin(boxes.places, self._lost))
+        first, stop = (
+            np.searchsorted(boxes.images[there], sources, side) for side in ("left", "right")
+        )
+        for count in np.unique(stop - first).tolist():
+            some = np.flatnonzero(stop - first == count)
+            holders = there[first[some, None] + np.arange(count)]
+            numbers = self._share.source_boxes[images[some], None]
+            keys = np.hstack([numbers, boxes.places[holders], boxes.kinds[holders]])
+            keys = np.hstack([keys, self._record.image_kind[images[some], None]])
+            for rows in _equal_rows(keys):
+                yield images[some[rows]], holders[rows]
 
-    def _box(self, box: Box, target: Box) -> int:
-        self._boxes.append(box)
-        self._targets.append(target)
-        return len(self._boxes) - 1
+    def _shared(self, images: Numbers, holders: Numbers) -> Iterator[_SharedBox]:
+        """The boxes that fill images which are alike."""
+        union, image = self._union, int(images[0])
+        source, number = int(self._share.sources[image]), int(self._share.source_boxes[image])
+        kind = union.record.kind_of_image(source)
+        wanted = (0,) * len(kind.shape), kind.shape
+        if number != WHOLE:
+            wanted = self._share.boxes[number]
+        for owned, columns in self._cover(source, kind.shape, holders[0]):
+            both = shared(owned, wanted)
+            if both is not None:
+                nbytes = prod(both[1]) * itemsize(kind.dtype)
+                yield _SharedBox(images, holders[:, columns], owned, wanted, both, nbytes)
 
-    def _add_plain(self, images: Numbers, places: Numbers, sources: Numbers) -> None:
-        """Images that one rank has: all of them, or boxes."""
-        boxes, nbytes = self._share.source_boxes[images], self._nbytes[images]
-        np.add.at(self._loads, places, nbytes)
-        for number in np.unique(boxes).tolist():
-            some, index = boxes == number, WHOLE
-            if number != WHOLE:
-                box = self._share.boxes[number]
-                index = self._box(box, ((0,) * len(box[1]), box[1]))
-            self._add(places[some], sources[some], index, nbytes[some], images[some], 0)
-
-    def _add_tensors(self, images: Numbers) -> None:
-        """Images of distributed tensors, each put together of boxes that ranks have."""
-        holders, tensors = self._union.holders, self._share.sources[images]
-        tensors = tensors - self._union.joined.images
-        self._union.check_values(tensors)
-        several: list[tuple[_SharedBox, list[int]]] = []  # with the columns that have each
-        for rows in self._alike(tensors, self._share.source_boxes[images]):
-            number = int(self._share.source_boxes[images[rows[0]]])
-            facts = holders.tensors[int(tensors[rows[0]])]
-            wanted = ((0,) * len(facts.shape), facts.shape)
-            if number != WHOLE:
-                wanted = self._share.boxes[number]
-            for owned, columns in self._cover(int(tensors[rows[0]])):
-                both = shared(owned, wanted)
-                if both is None:
-                    continue
-                nbytes = prod(both[1]) * itemsize(facts.dtype)
-                box = _SharedBox(images[rows], tensors[rows], owned, wanted, both, nbytes)
-                if len(columns) > 1:
-                    several.append((box, columns))
-                else:
-                    self._add_box(box, np.repeat(columns, len(rows)))
-        # Large boxes are given first, each to the rank that has least to send.
-        for box, columns in sorted(several, key=lambda found: -found[0].nbytes):
-            loads = self._loads[holders.rank_of[columns]]
-            counts = _shared_out(len(box.images), box.nbytes, loads)
-            self._add_box(box, np.repeat(columns, counts))
-
-    def _alike(self, tensors: Numbers, boxes: Numbers) -> list[Numbers]:
-        """The rows of images, those together that want one box of tensors that the same ranks have
-        in the same boxes."""
-        if not len(tensors):
-            return []
-        kinds = np.where(self._there, self._union.holders.kinds[tensors], NONE)
-        keys = np.column_stack([boxes, kinds])
-        if (keys == keys[0]).all():
-            return [np.arange(len(keys))]
-        _, inverse, counts = np.unique(keys, axis=0, return_inverse=True, return_counts=True)
-        order = np.argsort(inverse.reshape(-1), kind="stable")
-        return np.split(order, np.cumsum(counts)[:-1])
-
-    def _cover(self, tensor: int) -> list[tuple[Box, list[int]]]:
-        """Boxes that cover a tensor once, and the columns of `Holders` that have each."""
-        holders = self._union.holders
-        shape = holders.tensors[tensor].shape
-        found: dict[bytes, tuple[Box, list[int]]] = {}  # by encoding: numbers may hash alike
-        for column in np.flatnonzero(self._there & (holders.kinds[tensor] != NONE)).tolist():
-            box = holders.box_kinds[int(holders.kinds[tensor, column])].boxes[0]
-            if 0 not in box[1]:
+    def _cover(
+        self, source: int, shape: tuple[int, ...], holders: Numbers
+    ) -> list[tuple[Box, list[int]]]:
+        """Boxes that cover an image of the union once, and which of its holders have each."""
+        union = self._union
+        union.check_value(source)
+        found: dict[bytes, tuple[Box, list[int]]] = {}
+        for column, kind in enumerate(union.boxes.kinds[holders].tolist()):
+            box = union.box_kinds[kind].boxes[0]
+            if 0 not in box[1]:  # by encoding: numbers may hash alike
                 found.setdefault(_encode(box), (box, []))[1].append(column)
         whole = found.get(_encode(((0,) * len(shape), shape)))
         if whole is not None:
@@ -201,33 +184,44 @@ class GatherReads:
         elements = sum(prod(box[1]) for box, _ in boxes)
         if elements == prod(shape) and not self._comparisons.overlap([box for box, _ in boxes]):
             return boxes
-        path = self._union.joined.path(holders.tensors[tensor].leaf)
+        path = union.path(source)
         if elements >= prod(shape):
             raise MismatchError("ranks have overlapping parts of it", path=path)
-        places = np.unique(holders.rank_of[self._there]).tolist()
-        left = [str(self._union.joined.ranks[place]) for place in places]
+        ranks = enumerate(union.joined.ranks)
+        left = [str(rank) for place, rank in ranks if place not in self._lost]
         raise MismatchError(
             f"ranks {', '.join(left)} have {elements} of its {prod(shape)} elements: "
             "name every rank that has a part of it as a source",
             path=path,
         )
 
-    def _add_box(self, box: _SharedBox, columns: Numbers) -> None:
-        """Read a box of several tensors, each from the rank of its column."""
-        holders = self._union.holders
+    def _add_box(self, box: _SharedBox, holders: Numbers) -> None:
+        """Read a box of several images, each from one of its holders."""
+        places, sources, kinds = (column[holders] for column in self._union.boxes[1:])
         _, _, owned, wanted, both, nbytes = box
         target = within(both, wanted), both[1]
         run = run_of(target, wanted[1])
         at = SCATTERED if run is None else run * (nbytes // prod(both[1]))
-        ranks = holders.rank_of[columns]
-        np.add.at(self._loads, ranks, nbytes)
+        np.add.at(self._loads, places, nbytes)
         # Parts of a box, and bytes that lie in another order there, are asked for as elements.
-        row_major = np.array([kind.strides is None for kind in holders.box_kinds], bool)
-        as_it_lies = row_major[holders.kinds[box.tensors, columns]]
-        index = self._box((within(both, owned), both[1]), target)
-        boxes = np.where(as_it_lies & (both == owned and at != SCATTERED), WHOLE, index)
-        sources = holders.images[box.tensors, columns]
-        self._add(ranks, sources, boxes, nbytes, box.images, at)
+        number = WHOLE
+        strides = self._record.kind_of_image(int(box.images[0])).strides
+        there = [self._union.box_kinds[kind].strides for kind in np.unique(kinds).tolist()]
+        if both != owned or at == SCATTERED or any(one != strides for one in there):
+            number = len(self._boxes)
+            self._boxes.append((within(both, owned), both[1]))
+            self._targets.append(target)
+        columns = (places, sources, number, nbytes, box.images, at)
+        self._columns.append(tuple(np.broadcast_arrays(*columns)))
+
+
+def _equal_rows(keys: Numbers) -> list[Numbers]:
+    """The rows of a table that are equal, together."""
+    if not len(keys) or (keys == keys[0]).all():
+        return [np.arange(len(keys))] if len(keys) else []
+    _, inverse, counts = np.unique(keys, axis=0, return_inverse=True, return_counts=True)
+    order = np.argsort(inverse.reshape(-1), kind="stable")
+    return np.split(order, np.cumsum(counts)[:-1])
 
 
 def _shared_out(count: int, nbytes: int, loads: Numbers) -> Numbers:

@@ -6,7 +6,6 @@ path. A distributed tensor is one image, whatever boxes of it the ranks have.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Mapping
 from functools import cached_property
 from typing import NamedTuple
@@ -90,30 +89,43 @@ class Tensor(NamedTuple):
     partial: bool
 
 
-class Holders:
-    """The distributed `tensors` of joined trees; `tensor_of` has the one that each leaf is, or -1.
+class Boxes(NamedTuple):
+    """What ranks have of the images of a union, in columns and in the order of those images: the
+    place of the rank, the image of its record, and the kind of that."""
 
-    `images` and `kinds` have a row for each tensor and a column for each box that a rank may have
-    of it, mostly one for each rank: the image, and its kind (in `box_kinds`) as a box of the whole,
-    or -1. `rank_of` has the place of the rank of each column.
+    images: Numbers
+    places: Numbers
+    sources: Numbers
+    kinds: Numbers
+
+
+class Union:
+    """The records of several ranks, which are valid streams; the first rank's values count.
+
+    `record` is outlined like that of a step, with an outline for each tree, whose leaves are
+    `rows`. Its images are those of the first rank of each tree, then the distributed `tensors`.
+    `boxes` has what ranks have of them, in `box_kinds`.
 
     `MismatchError` where ranks do not agree on what a tensor is.
     """
 
-    def __init__(self, joined: JoinedTrees) -> None:
-        self._joined = joined
+    def __init__(self, records: Mapping[int, Record]) -> None:
+        self.joined = joined = JoinedTrees(records)
         self.tensors: list[Tensor] = []
-        self.tensor_of: Numbers = np.full(joined.leaves, NONE, np.int64)
-        self._box_kinds: Numbered[ImageKind] = Numbered()
-        self.box_kinds = self._box_kinds.found
+        # The distributed tensor that each leaf is, or -1.
+        self._tensor_of: Numbers = np.full(joined.leaves, NONE, np.int64)
+        self._numbered: Numbered[ImageKind] = Numbered()
+        self.box_kinds = self._numbered.found
         self._by_path: dict[bytes, int] = {}
-        # Place of a rank, number of the box there; tensors, images and kinds in columns, or one.
-        self._boxes: list[tuple[int, int, Numbers | int, Numbers | int, Numbers | int]] = []
-        self._counts: Counter[tuple[int, int]] = Counter()  # by tensor and rank, boxes so far
+        self._columns: list[tuple[Numbers, ...]] = []
         for number, home in enumerate(joined.homes):
-            first = _distributed(joined.first(home))
+            first, is_first = joined.first(home), _distributed(joined.first(home))
+            every = np.arange(first.record.images)
+            kinds_of = self._image_kinds_of(first.record)
+            self._add(home.image + every, home.members[0], every, kinds_of)
             for place in home.members:
-                for leaf in np.flatnonzero(_distributed(joined.rows[place]) & ~first).tolist():
+                rows = joined.rows[place]
+                for leaf in np.flatnonzero(_distributed(rows) & ~is_first).tolist():
                     rank = joined.ranks[place]
                     raise MismatchError(
                         f"rank {rank} has it as a distributed tensor, and the first rank has not",
@@ -122,39 +134,62 @@ class Holders:
                     )
                 self._add_rows(place, number)
                 self._add_others(place, number)
-        self._lay_out()
-        self.partial = np.array([tensor.partial for tensor in self.tensors], bool)
+        columns = [np.concatenate(some) for some in zip(*self._columns, strict=True)]
+        order = np.argsort(columns[0], kind="stable")
+        self.boxes = Boxes(*(column[order] for column in columns))
+        kinds = KindTable()
+        outlines = tuple([self._outline(home, kinds) for home in joined.homes])
+        self.record = kinds.record(
+            outlines,
+            self._image_kinds(kinds),
+            step=joined.records[0].step,
+            ranks=tuple(range(len(outlines))),
+        )
+        self.rows = [LeafRows(self.record, number) for number in range(len(outlines))]
+
+    # What ranks have.
+
+    def _add(self, *columns: Numbers | int) -> None:
+        self._columns.append(tuple(map(np.atleast_1d, np.broadcast_arrays(*columns))))
+
+    def _image_kinds_of(self, record: Record) -> Numbers:
+        """The kind of each image of a rank's record."""
+        found = np.array([*map(self._box_kind, record.image_kinds)], np.int64)
+        return found[record.image_kind]
+
+    def _box_kind(self, kind: ImageKind) -> int:
+        return self._numbered.number(kind, (kind.dtype, kind.shape, kind.strides, kind.boxes))
 
     def _add_rows(self, place: int, home: int) -> None:
         """The boxes of one rank of tensors that are rows of its record."""
-        rows = self._joined.rows[place]
+        rows = self.joined.rows[place]
         some = np.flatnonzero(rows.is_sharded)
-        leaves, images = self._joined.homes[home].shift + rows.leaves[some], rows.images[some]
+        leaves, images = self.joined.homes[home].shift + rows.leaves[some], rows.images[some]
         kinds = [rows.record.kinds[number] for number in rows.kinds[some].tolist()]
         shardings = rows.record.shardings
         partial = [
             isinstance(how, MeshSharding) and _any_partial(how.placements) for how in shardings
         ]
         # Tied leaves have one image, and are one tensor.
-        new = np.flatnonzero(self.tensor_of[leaves] == NONE)
+        new = np.flatnonzero(self._tensor_of[leaves] == NONE)
         _, once, inverse = np.unique(images[new], return_index=True, return_inverse=True)
         numbers = [
             self._tensor(home, int(leaves[at]), kind.dtype, kind.shape, partial[kind.sharding])
             for at, kind in ((at, kinds[at]) for at in new[once].tolist())
         ]
-        self.tensor_of[leaves[new]] = np.array(numbers, np.int64)[inverse]
-        tensors = self.tensor_of[leaves]
+        self._tensor_of[leaves[new]] = np.array(numbers, np.int64)[inverse]
+        tensors = self._tensor_of[leaves]
         for tensor, kind in zip(tensors.tolist(), kinds, strict=True):
             known = self.tensors[tensor]
             if known.dtype != kind.dtype or known.shape != kind.shape:
                 self._refuse(known, place, kind.dtype, kind.shape)
-        boxes = np.array([*map(self._box_kind, rows.record.image_kinds)], np.int64)
-        if len(some):
-            self._boxes.append((place, 0, tensors, images, boxes[rows.record.image_kind[images]]))
+        tensors, once = np.unique(tensors, return_index=True)
+        images, kinds_of = images[once], self._image_kinds_of(rows.record)
+        self._add(self.joined.images + tensors, place, images, kinds_of[images])
 
     def _add_others(self, place: int, home: int) -> None:
         """The boxes of one rank of tensors that are records of their own."""
-        joined, shift = self._joined, self._joined.homes[home].shift
+        joined, shift = self.joined, self.joined.homes[home].shift
         record = joined.rows[place].record
         for leaf, found in joined.rows[place].others.items():
             boxes: list[tuple[m.TensorLeaf, Box | None]]
@@ -167,10 +202,10 @@ class Holders:
                 boxes = [(part, (box.offsets, box.sizes)) for part, box in pairs]
             else:
                 continue
-            tensor = int(self.tensor_of[shift + leaf])
+            tensor = int(self._tensor_of[shift + leaf])
             if tensor == NONE:
                 tensor = self._tensor(home, shift + leaf, dtype, found.shape, partial)
-                self.tensor_of[shift + leaf] = tensor
+                self._tensor_of[shift + leaf] = tensor
             known = self.tensors[tensor]
             if (known.dtype, known.shape) != (dtype, found.shape):
                 self._refuse(known, place, dtype, found.shape)
@@ -186,68 +221,30 @@ class Holders:
                         path=joined.path(shift + leaf),
                     )
                 kind = self._box_kind(ImageKind.of_boxes(dtype, found.shape, [box]))
-                number = self._counts[tensor, place]
-                self._counts[tensor, place] += 1
-                self._boxes.append((place, number, tensor, part.storage, kind))
+                self._add(joined.images + tensor, place, part.storage, kind)
 
     def _tensor(
         self, home: int, leaf: int, dtype: str, shape: tuple[int, ...], partial: bool
     ) -> int:
         """The number of a tensor; trees that differ are joined by paths."""
         number = len(self.tensors)
-        if len(self._joined.homes) > 1:
-            key = self._joined.path_key(home, leaf)
+        if len(self.joined.homes) > 1:
+            key = self.joined.path_key(home, leaf)
             number = self._by_path.setdefault(key, number)
         if number == len(self.tensors):
             self.tensors.append(Tensor(dtype, shape, leaf, partial))
         return number
 
-    def _box_kind(self, kind: ImageKind) -> int:
-        return self._box_kinds.number(kind, (kind.dtype, kind.shape, kind.strides, kind.boxes))
-
     def _refuse(self, known: Tensor, place: int, dtype: str, shape: tuple[int, ...]) -> None:
-        rank = self._joined.ranks[place]
+        rank = self.joined.ranks[place]
         raise MismatchError(
             f"rank {rank} has it as {dtype} of shape {shape}, another rank as {known.dtype} of "
             f"shape {known.shape}",
             rank=rank,
-            path=self._joined.path(known.leaf),
+            path=self.joined.path(known.leaf),
         )
 
-    def _lay_out(self) -> None:
-        """The columns side by side: one for each rank, and more for one that has several boxes."""
-        widths: Numbers = np.ones(len(self._joined.ranks), np.int64)
-        for place, number, *_ in self._boxes:
-            widths[place] = max(widths[place], number + 1)
-        firsts = np.cumsum(widths) - widths
-        self.rank_of: Numbers = np.repeat(np.arange(len(widths)), widths)
-        shape = (len(self.tensors), len(self.rank_of))
-        self.images: Numbers = np.full(shape, NONE, np.int64)
-        self.kinds: Numbers = np.full(shape, NONE, np.int64)
-        for place, number, tensors, images, kinds in self._boxes:
-            self.images[tensors, firsts[place] + number] = images
-            self.kinds[tensors, firsts[place] + number] = kinds
-
-
-class Union:
-    """The records of several ranks, which are valid streams; the first rank's values count.
-
-    `record` is outlined like that of a step, with an outline for each tree, whose leaves are
-    `rows`. Its images are those of the first rank of each tree, then the distributed tensors.
-    """
-
-    def __init__(self, records: Mapping[int, Record]) -> None:
-        self.joined = JoinedTrees(records)
-        self.holders = Holders(self.joined)
-        kinds = KindTable()
-        outlines = tuple([self._outline(home, kinds) for home in self.joined.homes])
-        self.record = kinds.record(
-            outlines,
-            self._image_kinds(kinds),
-            step=self.joined.records[0].step,
-            ranks=tuple(range(len(outlines))),
-        )
-        self.rows = [LeafRows(self.record, number) for number in range(len(outlines))]
+    # The record of all.
 
     def _image_kinds(self, kinds: KindTable) -> Numbers:
         found = []
@@ -255,14 +252,14 @@ class Union:
             record = self.joined.first(home).record
             numbers = [kinds.image(kind.without_boxes) for kind in record.image_kinds]
             found.append(np.array(numbers, np.int64)[record.image_kind])
-        tensors = [ImageKind(one.dtype, one.shape, None, 0) for one in self.holders.tensors]
+        tensors = [ImageKind(one.dtype, one.shape, None, 0) for one in self.tensors]
         found.append(np.array([*map(kinds.image, tensors)], np.int64))
         return np.concatenate(found)
 
     def _outline(self, home: Home, kinds: KindTable) -> StateOutline:
         """The outline of the first rank of a home; distributed tensors are whole."""
         rows = self.joined.first(home)
-        tensors = self.holders.tensor_of[home.shift + rows.leaves]
+        tensors = self._tensor_of[home.shift + rows.leaves]
         images = np.where(tensors >= 0, self.joined.images + tensors, home.image + rows.images)
         kind_of = whole_kinds(rows.record, kinds)[rows.kinds]
         others = {leaf: self._moved(home, leaf, found) for leaf, found in rows.others.items()}
@@ -271,10 +268,10 @@ class Union:
 
     def _moved(self, home: Home, leaf: int, found: m.Leaf) -> m.Leaf:
         """A leaf that is not a row, over the images of the union."""
-        tensor = int(self.holders.tensor_of[home.shift + leaf])
+        tensor = int(self._tensor_of[home.shift + leaf])
         if tensor >= 0:
             assert isinstance(found, (m.DTensorLeaf, m.ShardedLeaf))
-            facts, flags = self.holders.tensors[tensor], found.flags
+            facts, flags = self.tensors[tensor], found.flags
             image = self.joined.images + tensor
             if isinstance(found, m.DTensorLeaf) and found.local.flags & m.META:
                 image, flags = NONE, flags | m.META
@@ -285,24 +282,17 @@ class Union:
 
         return m.with_parts(found, moved)
 
-    def rank_images(self, images: Numbers) -> tuple[Numbers, Numbers]:
-        """The place of the rank, and the image there, of each image; -1 for tensors."""
-        homes = self.joined.homes
-        begins = np.array([home.image for home in homes], np.int64)
-        places = np.array([home.members[0] for home in homes], np.int64)
-        number = np.searchsorted(begins, images, "right") - 1
-        tensors = images >= self.joined.images
-        return np.where(tensors, NONE, places[number]), np.where(
-            tensors, NONE, images - begins[number]
-        )
+    def path(self, image: int) -> str:
+        """The path of a distributed tensor, for a message."""
+        return self.joined.path(self.tensors[image - self.joined.images].leaf)
 
-    def check_values(self, tensors: Numbers) -> None:
+    def check_value(self, image: int) -> None:
         """`MismatchError` for a tensor whose values are yet to be reduced over ranks."""
-        for tensor in tensors[self.holders.partial[tensors]][:1].tolist():
+        if image >= self.joined.images and self.tensors[image - self.joined.images].partial:
             raise MismatchError(
                 "a DTensor with a partial placement has no value yet: redistribute it before it "
                 "is sent",
-                path=self.joined.path(self.holders.tensors[tensor].leaf),
+                path=self.path(image),
             )
 
 

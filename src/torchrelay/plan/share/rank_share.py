@@ -23,7 +23,6 @@ from torchrelay.plan.selection import Selection
 from torchrelay.plan.sharded import ShardedKind
 from torchrelay.plan.share.leaves import (
     NONE,
-    ODD,
     WHOLE,
     LeafNumbers,
     Pairs,
@@ -167,7 +166,7 @@ class RankShare:
         alone = np.zeros(len(leaves), bool)  # those that share no memory with each other
         alone[layout.plain.leaves] = True
         dropped = self._find_twins(pairs, leaves, alone)
-        late = self._late(pairs, plain, leaves, alone)
+        late = self._late(pairs, plain)
         record = self._record(self.tree, numbers, late.union(whole.tolist()))
         return record, pairs.matched(dropped), late
 
@@ -209,11 +208,8 @@ class RankShare:
         self._parts.append((source, box))
         return len(self._parts) - 1
 
-    def _late(
-        self, pairs: Pairs, plain: Numbers, leaves: Sequence[object], alone: Marks
-    ) -> set[int]:
-        """The leaves of the share that are not written in place, element by element, from all of
-        an image."""
+    def _late(self, pairs: Pairs, plain: Numbers) -> set[int]:
+        """The leaves of the share that are not all of an image, element by element."""
         kinds = self._recorded.image_kinds
         facts = np.array([self._wholes.fact(kind.dtype, kind.shape) for kind in kinds], np.int64)
         of_images = np.append(facts[self._recorded.image_kind], NONE)
@@ -221,8 +217,6 @@ class RankShare:
         straight = (source != NONE) & (
             of_images[source] == self._wholes.facts[pairs.offered[plain]]
         )
-        for row in np.flatnonzero(straight & ~alone[pairs.here[plain]]).tolist():
-            straight[row] = _is_settable(leaves[int(pairs.here[plain[row]])])
         late = pairs.leaf[plain][~straight].tolist()
         return {leaf for leaf in late if isinstance(self._others.get(leaf, _TENSOR), _HELD)}
 
@@ -378,13 +372,6 @@ class RankShare:
 
 
 _TENSOR = m.TensorLeaf("uint8", (), None, NONE)  # in the place of rows
-
-
-def _is_settable(mine: object) -> bool:
-    """Whether a tensor can be filled in place, element by element, from a whole recorded one."""
-    if not isinstance(mine, torch.Tensor) or not t.is_plain(mine):
-        return False
-    return not mine.is_meta and not t.flags_of(mine) & ODD
 
 
 def _memory(mine: object) -> object:

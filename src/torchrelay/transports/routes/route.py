@@ -142,8 +142,7 @@ class Incoming:
         chunks = self.landing.chunks
         if not (self.offer.cells and in_use()):
             return DeviceChunks(chunks, Runs([], [], []))
-        places = self.landing.places()
-        return DeviceChunks(chunks, places.device, places.indirect)
+        return DeviceChunks(chunks, self.landing.places().device)
 
 
 class RouteFetch:

@@ -103,11 +103,10 @@ class ChunkReceiver:
         """Where a chunk goes; and whether that is a buffer."""
         chunks = self._landing.chunks
         begin, size = chunks.offsets[index], chunks.sizes[index]
-        if index not in self._places.indirect:
-            address = self._host.whole(begin, begin + size)
-            if address is not None:
-                self._landing.torn = self._landing.torn or self._places.live
-                return at_address(address, size), False
+        address = self._host.whole(begin, begin + size)
+        if address is not None:
+            self._landing.torn = self._landing.torn or self._places.live
+            return at_address(address, size), False
         if self._room is not None:
             while not self._room.acquire(timeout=0.1):
                 if self._over:

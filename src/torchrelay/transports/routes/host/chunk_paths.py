@@ -44,15 +44,14 @@ def choose_paths(
     count = len(chunks)
     device = places.device.stretches
     far = exported is not None or memory.apart or len(device.starts)
-    if reads and not (verify or far or places.indirect):
+    if reads and not (verify or far):
         return ChunkPaths(list(range(count)), [], [])  # host memory at both ends
     to_device = _bytes_in(chunks, device)
     apart, strays = _mask(count, memory.apart), _mask(count, memory.strays)
-    indirect = _mask(count, places.indirect)
     if exported is not None:
         matched = _bytes_in(chunks, moves(exported, device))
         crossed = _bytes_in(chunks, moves(exported, places.host)) > 0
-        opened = apart & ~strays & ~indirect & (matched == to_device) & ~crossed
+        opened = apart & ~strays & (matched == to_device) & ~crossed
         if memory.hashed is not None:
             # A digest is of the whole chunk.
             opened &= (_bytes_in(chunks, exported) == to_device) & _mask(count, memory.hashed)
@@ -64,7 +63,7 @@ def choose_paths(
         opened &= from_host == 0
     readable = ~apart if reads else np.zeros(count, bool)
     ringed = ~readable & ~opened
-    buffered = readable & (indirect | (to_device > 0))
+    buffered = readable & (to_device > 0)
     if verify:  # a digest covers the whole chunk, including unwanted bytes
         buffered |= readable & (from_host < _bytes_in(chunks, sources))
     straight = ~ringed & ~buffered
