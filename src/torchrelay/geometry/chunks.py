@@ -135,14 +135,6 @@ class Chunks:
     def size_of(self, image: int) -> int:
         return int(self.image_bytes[image])
 
-    def within_one(self, index: int) -> tuple[int, int, int] | None:
-        """The image whose bytes [start, stop) chunk `index` consists of, if it is one alone."""
-        begin = self.offsets[index]
-        image = int(np.searchsorted(self.places, np.uint64(begin), side="right")) - 1
-        start = begin - int(self.places[image])
-        stop = start + self.sizes[index]
-        return (image, start, stop) if stop <= int(self.image_bytes[image]) else None
-
     @cached_property
     def held(self) -> Counts:
         """How many bytes of images each chunk has; the rest is padding."""

@@ -98,6 +98,8 @@ class Straight(NamedTuple):
         return Runs(self.at, self.address, self.nbytes)
 
     def some(self, rows: Any) -> Straight:
+        if rows.dtype == bool and rows.all():  # mostly
+            return self
         return Straight._make(column[rows] for column in self)
 
     def in_order(self) -> Straight:
@@ -171,28 +173,22 @@ def _paired(
 ) -> tuple[Indices, Indices, Indices]:
     """Which of the plain tensors, which row it is offered, and the number of the pair: that of the
     leaf where both sides have one tree."""
-    if matched.tree is not None:
-        if len(plain) == plain.count == len(rows.leaves):
-            every = np.arange(plain.count)
-            return every, every, every
-        both, here, there = np.intersect1d(
-            plain.leaves, rows.leaves, assume_unique=True, return_indices=True
-        )
-        return here, there, both
-    there = _places(rows.leaves, [pair[0] for pair in matched.pairs])
-    here = _places(plain.leaves, [pair[2] for pair in matched.pairs])
+    offered = mine = np.arange(len(rows))
+    if matched.tree is not None and len(plain) == len(rows.leaves) == len(rows):
+        return mine, mine, mine
+    if matched.tree is None:
+        offered = np.array([pair[0] for pair in matched.pairs], np.int64)
+        mine = np.array([pair[2] for pair in matched.pairs], np.int64)
+    there, here = _places(rows.leaves, len(rows), offered), _places(plain.leaves, plain.count, mine)
     numbers = np.flatnonzero((there >= 0) & (here >= 0))
     return here[numbers], there[numbers], numbers
 
 
-def _places(ascending: Numbers, wanted: Sequence[int]) -> Indices:
-    """Where in a column each number is, or -1."""
-    numbers = np.array(wanted, np.int64)
-    found = np.searchsorted(ascending, numbers)
-    found[found == len(ascending)] = 0
-    if not len(ascending):
-        return np.full(len(numbers), -1, np.intp)
-    return np.where(ascending[found] == numbers, found, -1)
+def _places(leaves: Numbers, count: int, wanted: Numbers) -> Indices:
+    """Where in a column of some of `count` leaves each of these is, or -1."""
+    found: Indices = np.full(count, -1, np.intp)
+    found[leaves] = np.arange(len(leaves))
+    return found[wanted]
 
 
 def _fitting(layout: PlainLayout, here: Indices, rows: LeafRows, there: Indices) -> Marks:

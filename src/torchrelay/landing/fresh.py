@@ -142,8 +142,8 @@ class NewTensors(StateLanding):
             room = None if filled is None else filled(int(self._storages.firsts[home]))
             if room is not None:
                 ready[home] = room
-        empty = {home: int(sizes[home]) for home in large if home not in ready}
-        return {**ready, **workspace.large_buffers(empty)}
+        empty = [home for home in large if home not in ready]
+        return {**ready, **dict(zip(empty, workspace.buffers(sizes[empty].tolist()), strict=True))}
 
     def _make_some(self) -> Iterator[Runs]:
         """Make storages, some at a time; gives those in host memory."""
@@ -216,12 +216,8 @@ class NewTensors(StateLanding):
         self._whole.update(range(start, stop))
         if kind.flags == 0 and kind.sharding < 0:
             leaves = self._rows.leaves[self._owner[self._storages.firsts[start:stop]]]
-            first, last = int(leaves[0]), int(leaves[-1])
-            if last - first == stop - start - 1 and (leaves[1:] > leaves[:-1]).all():
-                self._ready[first : last + 1] = tensors
-            else:
-                for index, tensor in zip(leaves.tolist(), tensors, strict=True):
-                    self._ready[index] = tensor
+            for index, tensor in zip(leaves.tolist(), tensors, strict=True):
+                self._ready[index] = tensor
         return tensors
 
     @cached_property

@@ -82,10 +82,10 @@ class MadeLeaves:
             kind = record.devices[int(record.image_devices[image])]
             where[image] = self._devices.get(image) or place_for(kind, self._options.device)
         hosted = [image for image in alone if where[image].type == "cpu"]
-        homes = workspace.large_buffers({image: chunks.size_of(image) for image in hosted})
-        for image in alone:
-            if image not in homes:
-                homes[image] = allocate(chunks.size_of(image), where[image])
+        buffers = workspace.buffers([chunks.size_of(image) for image in hosted])
+        homes = dict(zip(hosted, buffers, strict=True))
+        for image in set(alone).difference(hosted):
+            homes[image] = allocate(chunks.size_of(image), where[image])
         return homes
 
     def make(self, part: Part) -> dict[int, object]:

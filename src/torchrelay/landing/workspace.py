@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -16,12 +16,10 @@ class Workspace:
     """Memory by torch, copies one after the other. `memory.pool` has another workspace, with memory
     that is kept, several threads and kernels."""
 
-    def buffers(self, sizes: Sequence[int]) -> list[torch.Tensor] | None:
+    def buffers(self, sizes: Sequence[int]) -> list[torch.Tensor]:
         """A host buffer of bytes for each of `sizes`, each with a storage of its own.
-
-        None: have torch allocate them, as it would anyway. `MismatchError` if memory runs out.
-        """
-        return None
+        `MismatchError` if memory runs out."""
+        return [allocate(nbytes) for nbytes in sizes]
 
     def stage(self, nbytes: int, device: torch.device | str = "cpu") -> torch.Tensor:
         """One buffer for a staged copy."""
@@ -39,12 +37,6 @@ class Workspace:
     def copy_by_address(self, moves: Moves, device: torch.device) -> bool:
         """Copy memory of one device by address; whether that can be done here."""
         return False
-
-    def large_buffers(self, sizes: Mapping[int, int]) -> dict[int, torch.Tensor]:
-        """Memory for those of the storages, all of host memory, that torch is not to allocate."""
-        large = [storage for storage, nbytes in sizes.items() if nbytes >= LARGE_BYTES]
-        buffers = self.buffers([sizes[storage] for storage in large]) if large else None
-        return {} if buffers is None else dict(zip(large, buffers, strict=True))
 
 
 def allocate(nbytes: int, device: torch.device | str = "cpu") -> torch.Tensor:

@@ -148,18 +148,19 @@ class Pooled(Workspace):
         self._pool = pool
         self._tables = kernels.Tables()
 
-    def buffers(self, sizes: Sequence[int]) -> list[torch.Tensor] | None:
-        if self._pool is None:
-            return None
+    def buffers(self, sizes: Sequence[int]) -> list[torch.Tensor]:
+        large = [nbytes for nbytes in sizes if nbytes >= LARGE_BYTES]
+        if self._pool is None or not large:
+            return super().buffers(sizes)
         try:
-            return self._pool.take(sizes)
+            found = iter(self._pool.take(large))
         except MemoryError as fault:
-            raise MismatchError(f"no memory for {sum(sizes)} bytes: {fault}") from None
+            raise MismatchError(f"no memory for {sum(large)} bytes: {fault}") from None
+        return [next(found) if nbytes >= LARGE_BYTES else allocate(nbytes) for nbytes in sizes]
 
     def stage(self, nbytes: int, device: torch.device | str = "cpu") -> torch.Tensor:
-        large = nbytes >= LARGE_BYTES and torch.device(device).type == "cpu"
-        found = self.buffers([nbytes]) if large else None
-        return allocate(nbytes, device) if found is None else found[0]
+        on_host = torch.device(device).type == "cpu"
+        return self.buffers([nbytes])[0] if on_host else allocate(nbytes, device)
 
     def copy(
         self, moves: Moves, *, alone: bool = True, also: Sequence[Callable[[], object]] = ()

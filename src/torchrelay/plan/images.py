@@ -34,8 +34,7 @@ _STORED = {
     for dtype in NAMES
     if dtype in OPAQUE or NAMES[dtype] in QUANTIZED
 }
-# Device and first byte of a storage; that byte alone where it is in host memory.
-Key = int | tuple[str, int, int]
+Key = tuple[str, int, int]  # kind and number of the device of a storage, and its first byte
 
 
 class View(msgspec.Struct, frozen=True, gc=False):
@@ -55,7 +54,7 @@ class View(msgspec.Struct, frozen=True, gc=False):
     @property
     def origin(self) -> int:
         """Where its storage starts."""
-        return self.key if isinstance(self.key, int) else self.key[2]
+        return self.key[2]
 
     def reaches(self, low: int, high: int) -> bool:
         """Whether its storage has all of these bytes."""
@@ -122,17 +121,15 @@ class Images:
         nbytes = extent(shape, strides) * size
         if nbytes == 0 or tensor.is_meta:
             flags |= m.META if tensor.is_meta else 0 if tensor.is_cpu else m.ON_DEVICE
-            self.views.append(View(tensor, shape, strides, size, 0, 0, dtype, flags, 0))
+            self.views.append(View(tensor, shape, strides, size, 0, 0, dtype, flags, ("", 0, 0)))
             return ticket
         if tensor.is_contiguous():
             strides = contiguous_strides(shape)  # torch lets those of size-1 dimensions be anything
         low = tensor.data_ptr()
         origin = low - byte_offset(tensor)
-        host = tensor.is_cpu
-        key = origin if host else (tensor.device.type, tensor.device.index or 0, origin)
-        if apart:
-            key = (tensor.device.type, -1 - ticket, origin)
-        elif host or tensor.is_cuda:
+        number = -1 - ticket if apart else tensor.device.index or 0
+        key = (tensor.device.type, number, origin)
+        if not apart and (tensor.is_cpu or tensor.is_cuda):
             self._seen.append(ticket)
         self._by_key.setdefault(key, []).append(ticket)
         self.views.append(View(tensor, shape, strides, size, low, low + nbytes, dtype, flags, key))
@@ -144,11 +141,7 @@ class Images:
     @property
     def origins(self) -> list[int]:
         """Where in memory the storages start that tensors here share with what is alike."""
-        return [
-            key if isinstance(key, int) else key[2]
-            for key in self._by_key
-            if isinstance(key, int) or key[1] >= 0
-        ]
+        return [origin for _, number, origin in self._by_key if number >= 0]
 
     @property
     def spans(self) -> tuple[Column, Column]:
@@ -248,7 +241,7 @@ class Images:
     ) -> tuple[ImageKind, str, Region]:
         tickets, layout = group
         first = self.views[tickets[0]]
-        device = "cpu" if isinstance(first.key, int) else first.key[0]
+        device = first.key[0]
         whole = layout is not None and layout.numel == prod(first.shape)
         if layout is None or (at_rest and not whole):
             low, memory = self.memory(tickets)

@@ -26,9 +26,8 @@ from torchrelay.state.tensors import NAMES, Like, blocks, versions_of
 
 _Tensor = torch.Tensor
 _TYPES = frozenset((torch.Tensor, torch.nn.Parameter))
-_data_ptr, _size = _Tensor.data_ptr, _Tensor.size
+_data_ptr = _Tensor.data_ptr
 _storage_offset: Any = _Tensor.storage_offset
-_SAMPLE = 16  # one tensor of that many is looked at before a guess
 
 
 class TensorKind(NamedTuple):
@@ -189,17 +188,17 @@ class _KindNumbers:
                 like = self._likes[number, count] = Like([self._firsts[number]] * count)
             if like.holds(some):
                 return np.full(count, number)
-        traits: list[Sequence[object]] = [list(map(type, some)), list(map(_size, some))]
-        numbers = self._by(some, traits)
-        if numbers is not None and any(
-            one.dtype is not self._firsts[n].dtype
-            or one.requires_grad != self._firsts[n].requires_grad
-            for n, one in zip(numbers[::_SAMPLE], some[::_SAMPLE], strict=True)
-        ):
-            traits += [[one.dtype for one in some], [one.requires_grad for one in some]]
-            numbers = self._by(some, traits)
-        if numbers is None:
-            return None
+        known: dict[tuple[object, ...], int] = {}
+        numbers: list[int] = []
+        for one in some:
+            key = (type(one), one.size(), one.dtype, one.requires_grad)
+            number = known.get(key)
+            if number is None:
+                number = self._number(one)
+                if number is None:
+                    return None
+                known[key] = number
+            numbers.append(number)
         like = Like([self._firsts[n] for n in numbers])
         return np.array(numbers, np.int64) if like.holds(some) else None
 
@@ -212,19 +211,6 @@ class _KindNumbers:
             return -1
         number = self._number(tensor) if tensor.is_contiguous() and not tensor.is_neg() else None
         return -1 if number is None else number
-
-    def _by(self, some: Sequence[Any], traits: Sequence[Sequence[object]]) -> list[int] | None:
-        known: dict[tuple[object, ...], int] = {}
-        numbers: list[int] = []
-        for key, one in zip(zip(*traits, strict=True), some, strict=True):
-            number = known.get(key)
-            if number is None:
-                number = self._number(one)
-                if number is None:
-                    return None
-                known[key] = number
-            numbers.append(number)
-        return numbers
 
     def _number(self, tensor: Any) -> int | None:
         key = (type(tensor), tensor.size(), tensor.dtype, tensor.requires_grad, tensor.device)

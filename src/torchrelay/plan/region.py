@@ -219,6 +219,20 @@ class Stream:
         """The GPUs that have some of it."""
         return {region.keep.device for _, region in self.elsewhere if region.keep.is_cuda}
 
+    def view(self, start: int, stop: int, device: str) -> torch.Tensor | None:
+        """Bytes [start, stop) where they lie, if they are one run of that device's memory. They do
+        not stay alive by this."""
+        if device == "cpu":
+            address = self.host.whole(start, stop)
+            if address is None:
+                return None
+            memory = (ctypes.c_ubyte * (stop - start)).from_address(address)
+            return torch.frombuffer(memory, dtype=torch.uint8)
+        for low, high, at, region in self.pieces(start, stop):
+            if (low, high) == (start, stop) and region.keep.device.type == device:
+                return region.run(low - at, high - at)
+        return None
+
     def read(
         self,
         start: int,

@@ -28,7 +28,7 @@ from torchrelay.record.rows import Marks
 from torchrelay.state.local_parts import cut
 from torchrelay.state.objects import flatten_objects
 from torchrelay.state.paths import LeafPaths
-from torchrelay.state.tensors import flat_bytes, versions_of
+from torchrelay.state.tensors import versions_of
 from torchrelay.state.tree import flatten, show
 
 
@@ -39,10 +39,6 @@ class Sendable(ABC):
     stream: Stream
     step: int | None
     devices: set[str]  # the kinds of devices that have some of its bytes
-
-    @abstractmethod
-    def region(self, number: int) -> Region:
-        """The bytes of an image of the stream, as they lie."""
 
     @abstractmethod
     def changed(self) -> str | None:
@@ -59,20 +55,10 @@ class Sendable(ABC):
             )
 
     def view(self, index: int, device: str = "cpu") -> torch.Tensor | None:
-        """The chunk's bytes where they lie, if they are one run of that device's memory."""
-        whole = self.chunks.within_one(index) if self.chunks.sizes[index] >= MIB else None
-        if whole is None:
-            return None
-        number, start, stop = whole
-        region = self.region(number)
-        if region.keep.device.type != device:
-            return None
-        if device != "cpu":
-            return region.run(start, stop)
-        if not region.address:
-            return None
-        origin = region.keep.untyped_storage()
-        return flat_bytes(origin, region.address - origin.data_ptr() + start, stop - start)
+        """The chunk's bytes where they lie, if they are one run of that device's memory, and not
+        few."""
+        start, nbytes = self.chunks.offsets[index], self.chunks.sizes[index]
+        return self.stream.view(start, start + nbytes, device) if nbytes >= MIB else None
 
     def read(self, index: int, out: torch.Tensor, copy: Copy | None = None) -> None:
         """Write the chunk's bytes to the buffer `out`, zeros where the stream has gaps.
@@ -132,9 +118,10 @@ class Snapshot(Sendable):
         found = self._images.get(image)
         return self._plain[self._plain_of[image]] if found is None else found.region.keep
 
-    def region(self, number: int) -> Region:
-        found = self._images.get(number)
-        return Region.row_major(self.tensor(number)) if found is None else found.region
+    def region(self, image: int) -> Region:
+        """The bytes of an image, as they lie."""
+        found = self._images.get(image)
+        return Region.row_major(self.tensor(image)) if found is None else found.region
 
     @cached_property
     def _plain_of(self) -> dict[int, int]:
@@ -164,45 +151,35 @@ class SnapshotPart(Sendable):
     snapshot, for whose record the reads are valid."""
 
     def __init__(self, snapshot: Snapshot, reads: Reads) -> None:
-        self._snapshot, self._reads = snapshot, reads
+        self._snapshot = snapshot
         self.step, self.devices = snapshot.step, snapshot.devices
         self.chunks = reads.layout(snapshot.record)
-        self._addresses: Numbers = snapshot.addresses[reads.images]
-        self._regions: dict[int, Region] = {}  # what is not one run of host memory
+        addresses: Numbers = snapshot.addresses[reads.images]
+        regions: dict[int, Region] = {}  # what is not one run of host memory
         for number, box in zip(reads.cut_reads.tolist(), reads.boxes(snapshot.record), strict=True):
             if 0 in box[1]:
                 continue
             image = int(reads.images[number])
             tensor = snapshot.tensor(image)
-            run = run_of(box, tensor.shape) if self._addresses[number] else None
+            run = run_of(box, tensor.shape) if addresses[number] else None
             if run is not None and snapshot.record.kind_of_image(image).strides is None:
-                self._addresses[number] += run * tensor.element_size()
+                addresses[number] += run * tensor.element_size()
                 continue
             region = Region.row_major(cut(tensor.detach(), *box))
-            self._addresses[number] = region.address
+            addresses[number] = region.address
             if not region.address:
-                self._regions[number] = region
-        for number in np.flatnonzero(
-            (self._addresses == 0) & (self.chunks.image_bytes > 0)
-        ).tolist():
-            if number not in self._regions:
-                self._regions[number] = snapshot.region(int(reads.images[number]))
-        here = np.flatnonzero(self._addresses)
-        columns = (self.chunks.places, self._addresses, self.chunks.image_bytes)
+                regions[number] = region
+        for number in np.flatnonzero((addresses == 0) & (self.chunks.image_bytes > 0)).tolist():
+            if number not in regions:
+                regions[number] = snapshot.region(int(reads.images[number]))
+        here = np.flatnonzero(addresses)
+        columns = (self.chunks.places, addresses, self.chunks.image_bytes)
         host = Runs(*(column[here].astype(np.uint64) for column in columns))
-        regions = [(self.chunks.start_of(n), self._regions[n]) for n in sorted(self._regions)]
-        self.stream = Stream(host, regions, self.chunks.stream_bytes)
+        placed = [(self.chunks.start_of(n), regions[n]) for n in sorted(regions)]
+        self.stream = Stream(host, placed, self.chunks.stream_bytes)
 
     def changed(self) -> str | None:
         return self._snapshot.changed()
-
-    def region(self, number: int) -> Region:
-        found = self._regions.get(number)
-        if found is None:
-            tensor = self._snapshot.tensor(int(self._reads.images[number]))
-            nbytes = int(self.chunks.image_bytes[number])
-            found = Region.dense(tensor, int(self._addresses[number]), nbytes)
-        return found
 
 
 def _far(places: Column, marks: Marks, tensors: Sequence[Any]) -> list[tuple[int, torch.Tensor]]:
