@@ -52,7 +52,8 @@ class PreparedDestination:
         if time.monotonic() < self._looked_at + JUST_NOW:
             return False
         plain = self.layout.plain
-        return not plain.lie_in_place(plain.of(self.layout.sharded.locals_of(self.flat.leaves)))
+        tensors = self.layout.sharded.local_leaves(self.flat.leaves, now=True)
+        return not plain.lie_in_place(plain.of(tensors))
 
 
 def prepare(into: object) -> PreparedDestination:

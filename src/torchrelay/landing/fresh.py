@@ -67,18 +67,21 @@ class NewTensors(StateLanding):
         self._ready: list[object] = [None] * len(rows)
         self._storages = _NewStorages(record)
         owner, hosted = self._owners()
-        self._where = self._devices(hosted)
+        # The device of each storage is that of its first image.
+        self._devices = [place_for(kind, options.device) for kind in record.devices] + [_HOST]
+        self._where: Numbers = record.image_devices[self._storages.firsts]
+        self._where[self._storages.numbers[list(hosted)]] = len(record.devices)
+        self._far: Marks = np.array([one != _HOST for one in self._devices], bool)[self._where]
         self._buffers = self._large(filled, workspace)
         self._kinds = self._kind_of_each(owner)
         self._owner = owner
-        self._whole: set[int] = set()  # storages that are a tensor of the state
         self._held = held = HeldImages(self.chunks)
         firsts, held.numbers = self._storages.firsts, self._storages.numbers
         held.offsets = self.chunks.places - self.chunks.places[firsts[held.numbers]]
         # By a proxy: a landing that is given up goes at once, and its memory with it.
         coming = NewTensors._make_some(weakref.proxy(self))
         self._places = Places(coming, making=len(firsts) > _PART)
-        if self._where.count(_HOST) < len(self._where):
+        if self._far.any():
             host = [self._places.host]
             self._places = Places(host, held.runs(far=True), held.far_bytes)
 
@@ -120,23 +123,9 @@ class NewTensors(StateLanding):
             path = self._paths[int(rows.leaves[row])]
             check_shards(rows.row(row), path, self._options.shards)
 
-    def _devices(self, hosted: set[int]) -> list[torch.device]:
-        """The device of each storage: that of its first image."""
-        device, record = self._options.device, self.record
-        names = [place_for(kind, device) for kind in record.devices]
-        firsts = self._storages.firsts
-        if record.device_of is None:
-            where = [names[0]] * len(firsts) if len(firsts) else []
-        else:
-            where = [names[number] for number in record.image_devices[firsts].tolist()]
-        for image in hosted:
-            where[int(self._storages.numbers[image])] = _HOST
-        return where
-
     def _large(self, filled: Filled | None, workspace: Workspace) -> dict[int, torch.Tensor]:
         sizes = self._storages.sizes
-        large = np.flatnonzero(sizes >= LARGE_BYTES).tolist()
-        large = [home for home in large if self._where[home] == _HOST]
+        large = np.flatnonzero((sizes >= LARGE_BYTES) & ~self._far).tolist()
         ready: dict[int, torch.Tensor] = {}
         for home in large:
             room = None if filled is None else filled(int(self._storages.firsts[home]))
@@ -163,19 +152,20 @@ class NewTensors(StateLanding):
 
     def _make(self, low: int, high: int) -> list[int]:
         """Make these storages. The address of each, 0 for those on devices."""
-        kinds, where = self._kinds[low:high], self._where[low:high]
+        both = self._kinds[low:high] * len(self._devices) + self._where[low:high]
+        ends = low + 1 + np.flatnonzero(np.diff(both))
         addresses: list[int] = []
-        for start, stop in _runs(kinds, where):
-            if kinds[start] >= 0:
-                made = self._tensors(low + start, low + stop, where[start])
+        for start, stop in pairwise([low, *ends.tolist(), high]):
+            device, far = self._devices[int(self._where[start])], bool(self._far[start])
+            if self._kinds[start] >= 0:
+                made = self._tensors(start, stop, device)
             else:
                 made = [
                     self._buffers[home]
                     if home in self._buffers
-                    else allocate(int(self._storages.sizes[home]), self._where[home])
-                    for home in range(low + start, low + stop)
+                    else allocate(int(self._storages.sizes[home]), device)
+                    for home in range(start, stop)
                 ]
-            far = where[start] != _HOST
             self._held.memory += made
             self._held.far += [far] * len(made)
             addresses += [0] * len(made) if far else map(_data_ptr, made)
@@ -213,7 +203,6 @@ class NewTensors(StateLanding):
         except (RuntimeError, MemoryError, AssertionError) as fault:
             what = f"{kind.dtype} {shape} on {device}"
             raise MismatchError(f"no memory for {what}: {fault}") from None
-        self._whole.update(range(start, stop))
         if kind.flags == 0 and kind.sharding < 0:
             leaves = self._rows.leaves[self._owner[self._storages.firsts[start:stop]]]
             for index, tensor in zip(leaves.tolist(), tensors, strict=True):
@@ -260,7 +249,7 @@ class NewTensors(StateLanding):
         if part.storage < 0:
             return without_bytes(part, self._place_of_empty(part.flags))
         number = int(self._held.numbers[part.storage])
-        if number in self._whole:
+        if self._kinds[number] != _NONE:
             return t.with_flags(self._held.memory[number], part.flags)
         return self._held.part(part)
 
@@ -287,17 +276,6 @@ class _NewStorages:
         starts = record.box_starts
         self.sizes: Numbers = starts[lasts] + record.box_bytes[lasts] - starts[self.firsts]
         self.alone: Marks = lasts == self.firsts
-
-
-def _runs(kinds: Numbers, where: list[Any]) -> Iterator[tuple[int, int]]:
-    """Storages [start, stop) that follow each other and are of one kind, on one device."""
-    if not where:
-        return
-    ends = np.flatnonzero(kinds[1:] != kinds[:-1]) + 1
-    if where.count(where[0]) < len(where):  # mostly all are one object
-        moves = [n for n in range(1, len(where)) if where[n] != where[n - 1]]
-        ends = np.union1d(ends, np.array(moves, np.int64))
-    yield from pairwise([0, *ends.tolist(), len(kinds)])
 
 
 def place_for(kind: str, device: torch.device | None) -> torch.device:

@@ -124,7 +124,7 @@ class ExistingTensors(StateLanding):
         for index, path, here in pairs:
             leaf = self._rows[index]
             mine = self._into.flat.leaves[here]
-            fits += [Found(pair, path, index, here) for pair in fit(leaf, mine, path)]
+            fits += [Found(pair, path, here) for pair in fit(leaf, mine, path)]
             if isinstance(leaf, (m.ValueLeaf, m.SizeLeaf)) or (
                 isinstance(leaf, m.ArrayLeaf) and leaf.scalar
             ):
@@ -147,7 +147,7 @@ class ExistingTensors(StateLanding):
         self._wholes: dict[int, tuple[m.SparseLeaf, Path]] = {}
         rows: list[tuple[int, int, int, int, int, bool]] = []
         more: list[torch.Tensor] = []
-        for pair, path, _, here in fits:
+        for pair, path, here in fits:
             if isinstance(pair, ArrayFit):
                 self._late.append(pair)
                 continue
@@ -191,8 +191,7 @@ class ExistingTensors(StateLanding):
             near[table.several] = True
         alone = made[~near[made]].tolist()
         self._kept = set(alone)  # images in memory that becomes the caller's
-        for image, home in self._new.take_memory(alone, self.chunks, workspace).items():
-            held.add(home, image, far=not home.is_cpu)
+        self._new.take_memory(alone, held, self.chunks, workspace)
         if self._options.staged:
             for device, images in self._by_device(near):
                 with suppress(MismatchError):  # the host may have so much
@@ -216,7 +215,7 @@ class ExistingTensors(StateLanding):
         numbers = np.full(len(table.image), -1, np.int64)
         far = np.flatnonzero(~table.on_host)
         tensors = [self._tensors[number] for number in table.leaf[far].tolist()]
-        numbers[far] = [device_number(tensor) for tensor in tensors]
+        numbers[far] = [tensor.get_device() for tensor in tensors]
         for number in np.unique(numbers[far]).tolist():
             marks = np.zeros(self.record.images, bool)
             marks[table.image[numbers == number]] = True
@@ -340,10 +339,6 @@ class ExistingTensors(StateLanding):
             for image, leaf, skip, nbytes in zip(*columns, strict=True):
                 to = _run(self._tensors[leaf], nbytes)
                 to.copy_(held.bytes(image)[skip : skip + nbytes])
-
-
-def device_number(tensor: torch.Tensor) -> int:
-    return tensor.get_device()
 
 
 def device_of(number: int) -> torch.device:

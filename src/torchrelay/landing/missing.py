@@ -14,6 +14,7 @@ from torchrelay.geometry.chunks import Chunks
 from torchrelay.landing.checks.fit import fit, mesh_of
 from torchrelay.landing.checks.shards import check_shards
 from torchrelay.landing.fresh import place_for
+from torchrelay.landing.held import HeldImages
 from torchrelay.landing.leaves import check_leaf, make_leaf
 from torchrelay.landing.options import LandingOptions
 from torchrelay.landing.workspace import Workspace, allocate
@@ -73,20 +74,20 @@ class MadeLeaves:
         return {part.storage for leaf in leaves for part in parts(leaf)} - {-1}
 
     def take_memory(
-        self, alone: Sequence[int], chunks: Chunks, workspace: Workspace
-    ) -> dict[int, torch.Tensor]:
-        """Memory for images that no leaf but those made here has."""
+        self, alone: Sequence[int], held: HeldImages, chunks: Chunks, workspace: Workspace
+    ) -> None:
+        """Hold images that no leaf but those made here has, each in memory of its own."""
         record = self._rows.record
         where = {}
         for image in alone:
             kind = record.devices[int(record.image_devices[image])]
             where[image] = self._devices.get(image) or place_for(kind, self._options.device)
-        hosted = [image for image in alone if where[image].type == "cpu"]
-        buffers = workspace.buffers([chunks.size_of(image) for image in hosted])
-        homes = dict(zip(hosted, buffers, strict=True))
-        for image in set(alone).difference(hosted):
-            homes[image] = allocate(chunks.size_of(image), where[image])
-        return homes
+        near = [image for image in alone if where[image].type == "cpu"]
+        buffers = workspace.buffers([chunks.size_of(image) for image in near])
+        for image, buffer in zip(near, buffers, strict=True):
+            held.add(buffer, image, far=False)
+        for image in set(alone).difference(near):
+            held.add(allocate(chunks.size_of(image), where[image]), image, far=True)
 
     def make(self, part: Part) -> dict[int, object]:
         rank = self._options.rank

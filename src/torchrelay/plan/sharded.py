@@ -71,22 +71,14 @@ class ShardedLeaves:
         self.kinds: list[ShardedKind] = []
         self._known: dict[Hashable, int] = {}  # -1: not of one box
 
-    def local_leaves(self, leaves: Sequence[object]) -> Sequence[object]:
-        """The leaves, with the local tensors of distributed ones in their places."""
+    def local_leaves(self, leaves: Sequence[Any], *, now: bool = False) -> Sequence[Any]:
+        """The leaves, with the local tensors of distributed ones in their places: those that they
+        had, or have `now`."""
         if not self.locals:
             return leaves
         found = list(leaves)
         for leaf, local in self.locals.items():
-            found[leaf] = local
-        return found
-
-    def locals_of(self, leaves: Sequence[Any]) -> Sequence[object]:
-        """The leaves, with the tensors that distributed ones have here now in their places."""
-        if not self.locals:
-            return leaves
-        found = list(leaves)
-        for leaf in self.locals:
-            found[leaf] = local_of(found[leaf])
+            found[leaf] = local_of(found[leaf]) if now else local
         return found
 
     def kinds_of(self, plain: PlainTensors) -> Numbers:

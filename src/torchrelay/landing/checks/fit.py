@@ -41,11 +41,10 @@ class ArrayFit(NamedTuple):
 
 
 class Found(NamedTuple):
-    """A pair, where it stands, and the leaves that it is of: the one offered and the one here."""
+    """A pair, its path, and the leaf here that it is of."""
 
     pair: Fit | ArrayFit
     path: Path
-    leaf: int
     here: int
 
 

@@ -140,11 +140,10 @@ class GatherReads:
         the union's boxes that have it: a row for each image, a column for each rank."""
         boxes, sources = self._union.boxes, self._share.sources[images]
         there = np.flatnonzero(~np.isin(boxes.places, self._lost))
-        first, stop = (
-            np.searchsorted(boxes.images[there], sources, side) for side in ("left", "right")
-        )
-        for count in np.unique(stop - first).tolist():
-            some = np.flatnonzero(stop - first == count)
+        counts = np.bincount(boxes.images[there], minlength=self._union.record.images)
+        first, counts = (np.cumsum(counts) - counts)[sources], counts[sources]
+        for count in np.flatnonzero(np.bincount(counts)).tolist():
+            some = np.flatnonzero(counts == count)
             holders = there[first[some, None] + np.arange(count)]
             numbers = self._share.source_boxes[images[some], None]
             keys = np.hstack([numbers, boxes.places[holders], boxes.kinds[holders]])
