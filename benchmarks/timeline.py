@@ -51,7 +51,7 @@ def _trace() -> None:
         (sender.Sending, "_close"),
         (receiver, "_prepared"),
         (receiver.Receiving, "_fit"),
-        (receiver.Receiving, "_choose"),
+        (receiver.SourceRank, "accept"),
         (receiver.Receiving, "_commit"),
         (receiver, "uninterrupted"),
         (node.Node, "connect"),
