@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import ctypes
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from itertools import pairwise
@@ -122,12 +122,25 @@ def warm_up(device: int) -> None:
 
 
 class Tables:
-    """Tables of addresses as the kernels take them. The last few are kept on the device; they keep
-    no memory alive but their own."""
+    """Tables of addresses as the kernels take them. The last few are kept, here and on the device;
+    they keep no memory alive but their own."""
 
     def __init__(self) -> None:
         self._kept: list[tuple[int, Numbers, torch.Tensor]] = []
+        self._made: list[tuple[Numbers, ChunkTable]] = []
         self._lock = threading.Lock()
+
+    def made(self, columns: Sequence[Column], make: Callable[[], ChunkTable]) -> ChunkTable:
+        """The table that was made of these columns, or is made now."""
+        key = np.concatenate((np.array([len(column) for column in columns], np.uint64), *columns))
+        with self._lock:
+            same = (table for known, table in self._made if np.array_equal(known, key))
+            if (found := next(same, None)) is not None:
+                return found
+        made = make()
+        with self._lock:
+            self._made = [*self._made, (key, made)][-TABLES_KEPT:]
+        return made
 
     def of(self, table: Numbers, device: int) -> torch.Tensor:
         """The numbers on the device, in one dimension."""
@@ -150,6 +163,7 @@ class Tables:
     def close(self) -> None:
         with self._lock:
             self._kept.clear()
+            self._made.clear()
 
 
 def copy(moves: Moves, device: int, tables: Tables) -> None:
@@ -289,9 +303,12 @@ def digests_of(
     if not len(starts):
         return []
     begin, end, edges = cells_of(starts, sizes)
-    table = ChunkTable.of(memory, begin, end, to)
+    tables = tables or Tables()
+    places = [memory] if to is None else [memory, to]
+    columns = [column for runs in places for column in (runs.starts, runs.stops, runs.addresses)]
+    table = tables.made([begin, end, *columns], lambda: ChunkTable.of(memory, begin, end, to))
     with torch.cuda.device(device), side_stream():
-        cells = digests(table, device, tables or Tables()).cpu().numpy().tobytes()
+        cells = digests(table, device, tables).cpu().numpy().tobytes()
     return [
         joined(cells[DIGEST_BYTES * low : DIGEST_BYTES * high]) for low, high in pairwise(edges)
     ]
