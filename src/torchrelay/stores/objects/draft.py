@@ -131,10 +131,8 @@ class ObjectSink:
     ) -> None:
         self._bucket, self._writer, self._path = bucket, writer, path
         self._nbytes, self._part_bytes = nbytes, part_bytes
-        self._part = bytearray()  # handed over when it is full; the writer makes no copy
         self._written = 0
         self._open = True
-        self._begun = False
 
     def write(self, position: int, buffers: Sequence[Buffer]) -> None:
         self._check_open()
@@ -143,24 +141,14 @@ class ObjectSink:
         views = [memoryview(buffer).cast("B") for buffer in buffers]
         if position + sum(map(len, views)) > self._nbytes:
             raise UsageError(f"{self._path}: more than the {self._nbytes} bytes it was opened for")
-        for view in views:
-            while len(view):
-                piece = view[: self._part_bytes - len(self._part)]
-                self._part += piece
-                self._written += len(piece)
-                view = view[len(piece) :]
-                if len(self._part) == self._part_bytes:
-                    self._hand_over()
-                    self._begun = True
-
-    def _hand_over(self) -> None:
-        part, self._part = self._part, bytearray()
-        try:
-            with self._bucket.named(self._path):
-                self._writer.write(part)
-        except BaseException:
-            self._stop()
-            raise
+        for view in filter(len, views):
+            try:
+                with self._bucket.named(self._path):
+                    self._writer.write(bytes(view))  # which it keeps
+            except BaseException:
+                self._stop()
+                raise
+            self._written += len(view)
 
     def finish(self) -> None:
         self._check_open()
@@ -168,8 +156,6 @@ class ObjectSink:
         if self._written != self._nbytes:
             reason = f"{self._written} of {self._nbytes} bytes were written"
             raise OSError(errno.EIO, reason, name)
-        if self._part:
-            self._hand_over()
         self._open = False
         with self._bucket.named(self._path):
             self._writer.close()
@@ -190,11 +176,10 @@ class ObjectSink:
         the first whole part, must not be closed: it would put an object, and after a failed begin
         under a wrong name.
         """
-        if self._open and self._begun:
+        if self._open and self._written >= self._part_bytes:
             with suppress(OSError), self._bucket.named(self._path):
                 self._writer.close()
         self._open = False
-        self._part = bytearray()
 
     def _check_open(self) -> None:
         if not self._open:
