@@ -20,7 +20,7 @@ from typing import Annotated, Generic, TypeVar
 import msgspec
 
 from torchrelay.machine import machine
-from torchrelay.memory.mapped_range import MappedRange
+from torchrelay.memory.pages import MappedRange
 from torchrelay.stores.local.files import through
 from torchrelay.stores.seam import DataReader
 from torchrelay.stores.writer.frames import receive_frame, send_frame
