@@ -55,6 +55,13 @@ def test_a_wait_is_longer_than_a_stall(endpoint: Endpoint, monkeypatch: pytest.M
         tr.pull(endpoint.url, newer_than=1, timeout=2)
 
 
+def test_a_server_that_is_silent_to_the_end_is_a_timeout() -> None:
+    """It is not lost: the caller's time is over."""
+    with answering(lambda line: time.sleep(30)) as url:
+        with pytest.raises(tr.errors.TransferTimeoutError, match=r"in 1 s.*took too long"):
+            tr.pull(url, timeout=1)
+
+
 @pytest.mark.slow  # as long as a connection may really be silent
 def test_a_wait_of_twelve_seconds(endpoint: Endpoint) -> None:
     found: list[Any] = []
