@@ -61,8 +61,8 @@ class Supplier:
 
     def read(
         self, volume: str, start: int, views: Sequence[memoryview], *, seconds: float
-    ) -> Iterator[int]:
-        """Fill views from bytes of a volume; yields how many have come, piece by piece."""
+    ) -> Iterator[memoryview]:
+        """Fill views from bytes of a volume; yields the parts that have come."""
         if volume in self._mapped:
             return self._mapped[volume].pieces(start, views)
         path = f"/volumes/{self._snapshot}/{quote(volume)}{self._query}"
@@ -192,8 +192,7 @@ class ChunkedVolume(Protocol):
 class RemoteStep:
     """See `seam.Opened` and `stores.seam.OpenStep`.
 
-    `verify`: whether digests of memory that is mapped on this host are compared, too. Whoever reads
-    it does that.
+    `verify`: whether the caller compares digests of memory that is mapped on this host.
     """
 
     def __init__(
@@ -265,14 +264,14 @@ class RemoteReader(DataReader):
         """Read what one supplier gives of a range; returns up to where all digests match."""
         name, suppliers = self._file.name, self._suppliers
         supplier = suppliers.take(name)
-        chunks = ArrivingChunks(self._file, start, views)
+        chunks = ArrivingChunks(self._file, start)
         try:
             try:
                 seconds = max(self._deadline.left(), 0.01)
-                for nbytes in supplier.read(name, start, views, seconds=seconds):
+                for part in supplier.read(name, start, views, seconds=seconds):
                     if suppliers.stopped.is_set():
                         break
-                    if not chunks.add(nbytes):
+                    if not chunks.add(part):
                         why = f"wrong digest of {name} at byte {chunks.at}"
                         if supplier.is_gone():
                             suppliers.gone = True
@@ -289,24 +288,19 @@ class RemoteReader(DataReader):
 class ArrivingChunks:
     """Hashes bytes as they arrive. `at`: up to where the digests of whole chunks match."""
 
-    def __init__(self, file: ChunkedVolume, start: int, views: list[memoryview]) -> None:
+    def __init__(self, file: ChunkedVolume, start: int) -> None:
         self._file, self.at = file, start
-        self._views = list(views)
         self._hasher = xxhash.xxh3_128()
         self._hashed = start
 
-    def add(self, nbytes: int) -> bool:
-        """That many more bytes have come; whether every chunk that they complete is right."""
-        while nbytes:
-            view = self._views[0]
+    def add(self, view: memoryview) -> bool:
+        """More bytes have come; whether every chunk that they complete is right."""
+        while len(view):
             end = min(self.at + self._file.chunk_bytes, self._file.nbytes)
-            some = min(nbytes, len(view), end - self._hashed)
-            self._hasher.update(view[:some])
-            self._hashed += some
-            nbytes -= some
-            self._views[0] = view[some:]
-            if some == len(view):
-                self._views.pop(0)
+            part = view[: end - self._hashed]
+            self._hasher.update(part)
+            self._hashed += len(part)
+            view = view[len(part) :]
             if self._hashed == end:
                 if self._hasher.digest() != digest_of(self._file, self.at):
                     return False

@@ -31,6 +31,7 @@ from torchrelay.sources.endpoint import EndpointSource
 from torchrelay.sources.lent_memory import MappedReader
 from torchrelay.sources.remote_step import ArrivingChunks, RemoteStep, Supplier
 from torchrelay.sources.seam import Opened, Source
+from torchrelay.stores.reading.chunks import whole_chunks
 
 PIECE_BYTES = 2 << 20
 ASK_SECONDS = 0.2  # between two questions who there is, in the first seconds, and
@@ -56,26 +57,19 @@ _answer = msgspec.json.Decoder(SeedAnswer)
 
 
 class Piece(NamedTuple):
-    """Chunks [first, last) of a volume; `number`: of the first among all chunks."""
+    """Whole chunks of a volume: bytes [start, stop). `number`: of the first chunk among all."""
 
     file: VolumeRecord
-    first: int
-    last: int
+    start: int
+    stop: int
     number: int
-
-    @property
-    def span(self) -> tuple[int, int]:
-        size = self.file.chunk_bytes
-        return self.first * size, min(self.last * size, self.file.nbytes)
 
 
 def pieces_of(files: Sequence[VolumeRecord]) -> list[Piece]:
     found, number = [], 0
     for file in files:
-        several = max(1, PIECE_BYTES // file.chunk_bytes)
-        for first in range(0, file.chunks, several):
-            last = min(first + several, file.chunks)
-            found.append(Piece(file, first, last, number + first))
+        for start, stop in whole_chunks(file, [(0, file.nbytes)], PIECE_BYTES):
+            found.append(Piece(file, start, stop, number + start // file.chunk_bytes))
         number += file.chunks
     return found
 
@@ -218,7 +212,7 @@ class Swarm:
             with self._lock:
                 index, giver = self._choose()
                 if index is None:
-                    return  # whoever fetches the others sees to it that they come
+                    return  # other workers fetch what is left
                 self._open[index] = False
                 giver.active += 1
             done = False
@@ -248,33 +242,33 @@ class Swarm:
 
     def _fetch(self, piece: Piece, giver: Neighbour) -> bool:
         """Whether a piece has arrived; others may have it then."""
-        start, stop = piece.span
-        view = self.seed.space(piece.file.name, start, stop)
+        file, start, stop, number = piece
+        view = self.seed.space(file.name, start, stop)
         begun = time.monotonic()
         try:
             given = giver is not self._endpoint and self._from_neighbour(piece, giver, view)
         except Answered:
             return False
         if not given:
-            self._remote.reader(piece.file.name).read_into(start, [view])
+            self._remote.reader(file.name).read_into(start, [view])
         spent = time.monotonic() - begun
         self._typical = spent if not self._typical else 0.9 * self._typical + 0.1 * spent
-        self.seed.add(piece.number, piece.last - piece.first)
+        self.seed.add(number, -(-(stop - start) // file.chunk_bytes))
         self._progress(stop - start)
         return True
 
     def _from_neighbour(self, piece: Piece, giver: Neighbour, view: memoryview) -> bool:
         """Whether a neighbour gave a piece. `Answered` where it does not have it yet: it may be
         late, or its list of neighbours differs for a moment."""
-        start, stop = piece.span
-        chunks = ArrivingChunks(piece.file, start, [view])
+        file, start, stop, _ = piece
+        chunks = ArrivingChunks(file, start)
         seconds = WAIT_SECONDS + max(SLOW_SECONDS, SLOWER * self._typical)
         seconds = max(min(seconds, self._deadline.left()), 0.01)
         begun = time.monotonic()
         try:
-            for nbytes in giver.read(piece.file.name, start, [view], seconds=seconds):
-                if not chunks.add(nbytes):
-                    giver.dropped = f"wrong digest of {piece.file.name} at byte {chunks.at}"
+            for part in giver.read(file.name, start, [view], seconds=seconds):
+                if not chunks.add(part):
+                    giver.dropped = f"wrong digest of {file.name} at byte {chunks.at}"
                     return False
         except (Answered, OSError, EndpointError) as fault:
             lacks = isinstance(fault, Answered)
