@@ -147,7 +147,6 @@ class Pooled(Workspace):
 
     def __init__(self, pool: Pool | None) -> None:
         self._pool = pool
-        self._tables = kernels.Tables()
 
     def buffers(self, sizes: Sequence[int]) -> list[torch.Tensor] | None:
         if self._pool is None:
@@ -176,12 +175,12 @@ class Pooled(Workspace):
             move = (0, data.data_ptr(), tensor.data_ptr(), tensor.nbytes)
             here.setdefault(tensor.get_device(), []).append(move)
         for device, found in here.items():
-            kernels.copy(Moves(*np.array(found, np.uint64).T), device, self._tables)
+            kernels.copy(Moves(*np.array(found, np.uint64).T), device)
 
     def copy_by_address(self, moves: Moves, device: torch.device) -> bool:
         if device.type != "cuda" or device.index is None:
             return False
-        kernels.copy(moves, device.index, self._tables)
+        kernels.copy(moves, device.index)
         return True
 
 
