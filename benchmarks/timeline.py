@@ -51,7 +51,7 @@ def _trace() -> None:
         (sender.Sending, "_close"),
         (receiver, "_prepared"),
         (receiver.Receiving, "_fit"),
-        (receiver.Receiving, "_choose"),
+        (receiver.SourceRank, "accept"),
         (receiver.Receiving, "_commit"),
         (receiver, "uninterrupted"),
         (node.Node, "connect"),
@@ -109,16 +109,21 @@ def once(group: Any, atomic: bool) -> list[tuple[float, str]]:
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.timeline", description=__doc__)
     parser.add_argument("--gpu", action="store_true")
-    parser.add_argument("--small", action="store_true", help="20,000 tensors of 4 KB")
+    parser.add_argument("--many", action="store_true", help="20,000 tensors of 4 KB")
     parser.add_argument("--atomic", action="store_true")
     parser.add_argument("--route", default=None)
     parser.add_argument("--large", action="store_true", help="16 tensors, 1 GiB")
+    parser.add_argument("--small", action="store_true", help="8 tensors: a test")
     parser.add_argument("--runs", type=int, default=5)
     options = parser.parse_args()
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    count, each = (20_000, 4096) if options.small else (320, 25_000_000 if options.gpu else 1 << 20)
+    count, each = 320, 25_000_000 if options.gpu else 1 << 20
+    if options.many:
+        count, each = 20_000, 4096
     if options.large:
         count, each = 16, 1 << 26
+    if options.small:
+        count = 8
     with Ranks(2) as ranks:
         ranks.run(make, count, each, "cuda" if options.gpu else "cpu", options.route)
         for _ in range(options.runs):

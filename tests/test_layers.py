@@ -201,13 +201,13 @@ def problems(file: str, source: str) -> list[str]:
             for module in sorted(IMPURE):
                 if module == "torch.distributed" and file in (
                     "state/tensors.py",
-                    "state/boxes_of_whole.py",
+                    "state/local_parts.py",
                     "state/meshes.py",
                 ):
                     continue
                 if is_under(item.dotted, module):
                     out.append(f"{file}:{item.line}: {part} is pure, and imports {module}")
-    if file not in ("state/tensors.py", "state/boxes_of_whole.py") and part != "dropin":
+    if file not in ("state/tensors.py", "state/local_parts.py") and part != "dropin":
         for line, name in sorted(set(private_torch_uses(tree, file))):
             out.append(f"{file}:{line}: private torch name {name}")
     if part != "dropin":

@@ -81,8 +81,8 @@ def altered(me: Me, route: str, mode: str, verify: bool | None) -> Any:
     """The sender's digests are not those of its bytes: found, and the destination told apart."""
     relay = relay_of(me, route=route, verify=verify)
 
-    def hash_memory(hashed: Any, device: int, tables: Any) -> torch.Tensor:
-        found = digests(hashed, device, tables)
+    def hash_memory(hashed: Any, device: int) -> torch.Tensor:
+        found = digests(hashed, device)
         found[len(found) // 2, 3] ^= 1
         return found
 
@@ -139,8 +139,8 @@ def written_wrong(me: Me, route: str, mode: str) -> Any:
         original, left = kernels.digests, [0] * (RETRIES + 1)
         flipped: list[int] = []  # in which chunk, if it is one chunk's turn
 
-        def flip(hashed: Any, device: int, tables: Any) -> torch.Tensor:
-            found = original(hashed, device, tables)
+        def flip(hashed: Any, device: int) -> torch.Tensor:
+            found = original(hashed, device)
             if hashed.copies != (route == "cuda_ipc"):
                 raise Wrong("it was not hashed as it should be")
             landed = hashed.landed if hashed.copies else hashed
@@ -150,7 +150,7 @@ def written_wrong(me: Me, route: str, mode: str) -> Any:
                 return found
             left.pop()
             kernels.device_bytes((base + end - 1) % (1 << 64), 1, device).bitwise_xor_(4)
-            return original(landed, device, tables)
+            return original(landed, device)
 
         with patched(kernels, "digests", flip):
             report, note = _refuses(me, relay, mode, "DigestError")
@@ -169,8 +169,8 @@ def changed_unseen(me: Me, mode: str, verify: bool | None) -> Any:
         state = m.weights(1, me.device, most=7)
         digests = kernels.digests
 
-        def change(hashed: Any, device: int, tables: Any) -> torch.Tensor:
-            found = digests(hashed, device, tables)
+        def change(hashed: Any, device: int) -> torch.Tensor:
+            found = digests(hashed, device)
             torch.cuda.current_stream().synchronize()
             m.alias(state["b"])[5] ^= 64
             torch.cuda.current_stream().synchronize()

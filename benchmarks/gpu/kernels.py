@@ -66,7 +66,6 @@ def exact(rounds: int, seed: int) -> int:
     made = torch.Generator("cuda").manual_seed(seed)
     pool = torch.randint(0, 256, (24 << 20,), dtype=torch.uint8, device="cuda", generator=made)
     image, base = pool.cpu().numpy(), pool.data_ptr()
-    tables = kernels.Tables()
     lengths = [*range(300), *(1024 * n + d for n in range(1, 6) for d in (-1, 0, 1, 63, 64, 65))]
     compared = 0
     for turn in range(rounds):
@@ -93,18 +92,18 @@ def exact(rounds: int, seed: int) -> int:
         begin = np.array(starts, np.uint64)
         memory = Runs(*([run[n] for run in runs] for n in range(3)))
         hashed = kernels.ChunkTable.of(memory, begin, begin + np.array(sizes, np.uint64))
-        got = kernels.digests(hashed, 0, tables).cpu().numpy()
+        got = kernels.digests(hashed, 0).cpu().numpy()
         for row, (found, digest) in enumerate(zip(got, wanted, strict=True)):
             assert found.tobytes() == digest, f"seed {seed}: chunk {row}: {chunks[row]}"
         to, landed, expected = _targets(draw, runs, image, base)
         copying = kernels.ChunkTable.of(
             memory, begin, begin + np.array(sizes, np.uint64), Runs.of(landed)
         )
-        again = kernels.digests(copying, 0, tables).cpu().numpy()
+        again = kernels.digests(copying, 0).cpu().numpy()
         assert (again == got).all(), f"seed {seed}: digests of what was copied"
         assert (to.cpu().numpy() == expected).all(), f"seed {seed}: copied with other bits"
         compared += 2 * len(wanted)
-        _copies(draw, pool, image, tables)
+        _copies(draw, pool, image)
     return compared
 
 
@@ -133,9 +132,7 @@ def _targets(
     return to, landed, expected
 
 
-def _copies(
-    draw: random.Random, pool: torch.Tensor, image: np.ndarray[Any, Any], tables: kernels.Tables
-) -> None:
+def _copies(draw: random.Random, pool: torch.Tensor, image: np.ndarray[Any, Any]) -> None:
     """Pieces of all alignments to places of all alignments; nothing beside them changes."""
     to = torch.zeros(8 << 20, dtype=torch.uint8, device="cuda")
     expected = np.zeros(8 << 20, np.uint8)
@@ -147,13 +144,12 @@ def _copies(
         expected[at : at + size] = image[source : source + size]
         at += size
     columns = np.array([row for row in rows if row[3]], np.uint64).T
-    kernels.copy(Moves(*columns), 0, tables)
+    kernels.copy(Moves(*columns), 0)
     assert (to.cpu().numpy() == expected).all(), "a copy with other bits"
 
 
 def measure(count: int, nbytes: int) -> list[dict[str, Any]]:
     """Rates on so many tensors of so many bytes, digests in chunks of several sizes."""
-    tables = kernels.Tables()
     a = [torch.randint(0, 256, (nbytes,), dtype=torch.uint8, device="cuda") for _ in range(count)]
     b = [torch.zeros_like(tensor) for tensor in a]
     pairs = list(zip(a, b, strict=True))
@@ -178,14 +174,14 @@ def measure(count: int, nbytes: int) -> list[dict[str, Any]]:
         return kernels.ChunkTable.of(memory, begin, stops, to)
 
     jobs: dict[str, Callable[[], object]] = {
-        f"XXH3-128, chunks of {size >> 10} KiB": partial(kernels.digests, grid(size), 0, tables)
+        f"XXH3-128, chunks of {size >> 10} KiB": partial(kernels.digests, grid(size), 0)
         for size in (64 << 10, 256 << 10, 1 << 20, 4 << 20)
     }
-    jobs["copy"] = lambda: kernels.copy(moves, 0, tables)
+    jobs["copy"] = lambda: kernels.copy(moves, 0)
     landed = Runs(starts, [y.data_ptr() for y in b], [nbytes] * count)
     for size in (64 << 10, 1 << 20):
         name = f"copy and XXH3-128, chunks of {size >> 10} KiB"
-        jobs[name] = partial(kernels.digests, grid(size, landed), 0, tables)
+        jobs[name] = partial(kernels.digests, grid(size, landed), 0)
     jobs["torch copy_, one by one"] = lambda: [y.copy_(x) for x, y in pairs]
     rows = []
     for name, job in jobs.items():

@@ -157,11 +157,12 @@ def disk(place: Path, into: State) -> State:
 
 DISK = "the disk alone"
 OURS = "torchrelay, in place, atomic"
+NEW = "torchrelay, new tensors"
 CONTENDERS: dict[str, tuple[str, Load]] = {
     OURS: ("", ours()),
     "torchrelay, in place, atomic=False": ("", ours(atomic=False)),
     "torchrelay, in place, atomic=False, verify=False": ("", ours(atomic=False, verify=False)),
-    "torchrelay, new tensors": ("", ours(new=True)),
+    NEW: ("", ours(new=True)),
     "instanttensor": ("instanttensor", instanttensor()),
     "instanttensor, buffered": ("instanttensor", instanttensor(buffered=True)),
     "fastsafetensors": ("fastsafetensors", fastsafetensors),
@@ -285,8 +286,11 @@ def main() -> int:
                 if not cold:
                     names = [name for name in names if name != DISK]
                 else:
-                    others = [name for name in names if not name.startswith("torchrelay,")]
-                    names = [name for name in names if name == OURS] + others
+                    names = [
+                        name
+                        for name in names
+                        if name in (OURS, NEW) or not name.startswith("torchrelay,")
+                    ]
                 first = len(rows)
                 rows += [{"name": name, "where": where} for name in names]
                 for _ in range(options.rounds):

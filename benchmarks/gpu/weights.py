@@ -26,7 +26,6 @@ import torch
 import torchrelay as tr
 from benchmarks.harness import machine, save
 from torchrelay.memory.gpu import changes
-from torchrelay.memory.gpu.kernels import Tables
 
 SECONDS = 120.0  # that any one call may last
 SHARE = 0.02  # of all elements, which change
@@ -165,10 +164,10 @@ def measure_changes(count: int, nbytes: int, laps: int) -> list[dict[str, Any]]:
         part = new[low : low + piece]
         some = int(part.numel() * SHARE)
         part[torch.randint(0, part.numel(), (some,), device="cuda", generator=draw)] ^= 1
-    tables, fields = Tables(), [(0, total, 2)]
+    fields = [(0, total, 2)]
 
     def find() -> changes.Changes:
-        return changes.find(old.data_ptr(), new.data_ptr(), fields, 0, tables)
+        return changes.find(old.data_ptr(), new.data_ptr(), fields, 0)
 
     def find_and_pack() -> tuple[changes.Changes, changes.Packed]:
         found = find()

@@ -331,3 +331,13 @@ def test_frameworks_benchmark_runs_small(tmp_path: Path) -> None:
     assert done.code == 0, done.output
     found = json.loads(out.read_text())["frameworks"]["accelerate"]
     assert found["ratio"] > 0 and len(found["torchrelay"]) == 1
+
+
+@pytest.mark.parametrize("route", ["memory", "tcp"])
+def test_the_timeline_of_a_transfer(route: str) -> None:
+    words = ("--small", "--runs", "2", "--route", route)
+    done = run_program("benchmarks.timeline", *words, folder=ROOT, seconds=SECONDS)
+    assert done.code == 0, done.output
+    steps = ["begin", "-> Join", "-> Offer", "-> Accept", "-> Fetched", "-> Confirmed", " end"]
+    found = [done.output.find(step) for step in steps]
+    assert -1 not in found and found == sorted(found), done.output

@@ -7,10 +7,12 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 import torchrelay as tr
 from tests.endpoint.liars import answering, asked
@@ -18,6 +20,7 @@ from tests.faults.test_forked_children import end_of, fork, in_process
 from torchrelay.endpoint.front import Endpoint
 from torchrelay.sources import connection
 from torchrelay.sources.connection import Host
+from torchrelay.sources.peer import PeerNotes, PeerSource, SharedAt
 
 STATE = {"w": torch.arange(1000.0)}
 
@@ -29,7 +32,7 @@ def endpoint() -> Iterator[Endpoint]:
         yield made
 
 
-def waiting(url: str | list[str], found: list[Any]) -> threading.Thread:
+def waiting(url: str | list[str] | PeerSource, found: list[Any]) -> threading.Thread:
     """A thread that pulls the first step above 1."""
 
     def run() -> None:
@@ -53,6 +56,28 @@ def test_a_wait_is_longer_than_a_stall(endpoint: Endpoint, monkeypatch: pytest.M
     monkeypatch.setattr(connection, "STALL_SECONDS", 0.3)
     with pytest.raises(tr.errors.TransferTimeoutError, match="no step above 1"):
         tr.pull(endpoint.url, newer_than=1, timeout=2)
+
+
+def test_a_rank_that_shares_its_state_later_is_waited_for() -> None:
+    store: Any = dist.HashStore()
+    notes = PeerNotes(SimpleNamespace(get_group_store=lambda: store))
+    found: list[Any] = []
+    thread = waiting(PeerSource(notes, 0), found)
+    token = "a-token-of-this-test"
+    with tr.serve(STATE, step=1, access=tr.Access(token=token), group=False, timeout=60) as made:
+        notes.put(0, SharedAt(made.url, token))
+        time.sleep(1.5)  # it has looked, and waits for the endpoint now
+        assert not found
+        made.publish(STATE, step=2)
+        thread.join(30)
+        assert found == [2]
+
+
+def test_a_server_that_is_silent_to_the_end_is_a_timeout() -> None:
+    """It is not lost: the caller's time is over."""
+    with answering(lambda line: time.sleep(30)) as url:
+        with pytest.raises(tr.errors.TransferTimeoutError, match=r"in 1 s.*took too long"):
+            tr.pull(url, timeout=1)
 
 
 @pytest.mark.slow  # as long as a connection may really be silent

@@ -3,8 +3,11 @@ was caught. What autograd sees is an error, and no step."""
 
 from __future__ import annotations
 
+import os
 import threading
+import time
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -142,3 +145,53 @@ def test_memory_that_changes_after_a_gpu_has_hashed_it_is_not_committed(
         save(3)
         assert ckpt.steps() == [1, 3]
         assert ckpt.verify(1) == 1 and ckpt.verify(3) == 3
+
+
+def test_a_file_that_a_thread_still_writes_to_stays_open_after_a_failure(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its number might be another file's by the time that the thread uses it."""
+    tensor = torch.zeros(256, 300, dtype=torch.int32)
+    write, stage = Files.write, Pipeline.stage
+    writing, go_on, wrote = threading.Event(), threading.Event(), threading.Event()
+    used: list[tuple[int, bool]] = []
+
+    def slow(self: Files, fd: int, buffers: Sequence[Any], position: int) -> None:
+        if not used:
+            before = os.fstat(fd).st_ino
+            used.append((fd, False))
+            writing.set()
+            go_on.wait(20)
+            with suppress(OSError):
+                used[0] = fd, os.fstat(fd).st_ino == before
+            wrote.set()
+        write(self, fd, buffers, position)
+
+    def changing(self: Pipeline, workers: int) -> None:
+        stage(self, workers)
+        assert writing.wait(20)
+        tensor.add_(1)
+
+    with tr.Checkpointer(tmp_path) as ckpt:
+        with monkeypatch.context() as patch:
+            patch.setattr(Files, "write", slow)
+            patch.setattr(Pipeline, "stage", changing)
+            with pytest.raises(tr.errors.CheckpointError, match="changed while it was saved"):
+                ckpt.save(1, {"model": {"w": tensor.t()}})
+            go_on.set()
+            assert wrote.wait(20)
+        assert used[0][1], "it was closed"
+        end = time.monotonic() + 20
+        while any(".safetensors" in name for name in open_files()):
+            assert time.monotonic() < end, "it stays open"
+            time.sleep(0.01)
+        ckpt.save(2, {"model": {"w": tensor.t()}})
+        assert ckpt.steps() == [2] and ckpt.verify(2) == 2
+
+
+def open_files() -> list[str]:
+    found = []
+    for entry in Path("/proc/self/fd").iterdir():
+        with suppress(FileNotFoundError):  # that of the listing itself
+            found.append(str(entry.readlink()))
+    return found

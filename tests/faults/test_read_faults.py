@@ -206,11 +206,11 @@ def failing(monkeypatch: pytest.MonkeyPatch) -> Callable[[int, int], list[str]]:
         original = local_reader.open_plain
         tries: list[str] = []
 
-        def open_plain(path: str, within: int | None, more: int = 0) -> int:
+        def open_plain(path: str, within: int | None) -> int:
             if "step-2" in path and len(tries) < times:
                 tries.append(path)
                 raise OSError(code, os.strerror(code), path)
-            return original(path, within, more)
+            return original(path, within)
 
         monkeypatch.setattr(local_reader, "open_plain", open_plain)
         return tries

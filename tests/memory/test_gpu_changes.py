@@ -7,7 +7,6 @@ import pytest
 import torch
 
 from torchrelay.memory.gpu import changes
-from torchrelay.memory.gpu.kernels import Tables
 
 no_gpu = pytest.mark.skipif(
     not torch.cuda.is_available(), reason="no GPU here: the kernels run where there is one"
@@ -32,7 +31,6 @@ def _expected(old: torch.Tensor, new: torch.Tensor, size: int) -> np.ndarray:
 @pytest.mark.parametrize("share", [0.0, 0.01, 1.0])
 def test_changes_are_those_of_numpy(size: int, shift: int, share: float) -> None:
     """Of several fields, of all alignments and of lengths that are no multiple of anything."""
-    tables = Tables()
     for turn, count in enumerate((1, 7, 8, 1025, 70_001, 3 * changes.TILE // size + 5)):
         nbytes = count * size
         old, new = _versions(nbytes, share, seed=turn)
@@ -42,7 +40,7 @@ def test_changes_are_those_of_numpy(size: int, shift: int, share: float) -> None
         middle = count // 2 * size
         fields = [(shift, shift + middle, size), (shift + middle, shift + nbytes, size)]
         fields = [field for field in fields if field[0] < field[1]]
-        found = changes.find(before.data_ptr(), after.data_ptr(), fields, 0, tables)
+        found = changes.find(before.data_ptr(), after.data_ptr(), fields, 0)
         for index, (low, high, _) in enumerate(fields):
             part = slice(low - shift, high - shift)
             bits = _expected(old[part], new[part], size)
@@ -62,7 +60,7 @@ def test_fields_of_several_sizes_are_found_together() -> None:
     old, new = _versions(10_000, 0.02, seed=3)
     before, after = old.cuda(), new.cuda()
     fields = [(0, 3, 1), (16, 1016, 2), (1024, 5024, 4), (5024, 9024, 8), (9024, 9984, 16)]
-    found = changes.find(before.data_ptr(), after.data_ptr(), fields, 0, Tables())
+    found = changes.find(before.data_ptr(), after.data_ptr(), fields, 0)
     for index, (low, high, size) in enumerate(fields):
         bits = _expected(old[low:high], new[low:high], size)
         assert (found.of(index).cpu().numpy() == bits).all()

@@ -10,7 +10,7 @@ import xxhash
 from torchrelay.memory.gpu.kernels import ChunkTable
 
 
-def hash_on_host(hashed: ChunkTable, device: int, tables: object) -> torch.Tensor:
+def hash_on_host(hashed: ChunkTable, device: int) -> torch.Tensor:
     """And copies first, as the kernel does."""
     rows = []
     for first, nbytes in hashed.chunks.tolist():

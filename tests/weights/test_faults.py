@@ -104,25 +104,6 @@ def test_another_server_takes_over(wires: Callable[[str], Wire]) -> None:
         assert wire.url in report.failed and report.sources[spare.url] > ELEMENTS
 
 
-@pytest.mark.parametrize("status", [404, 405])
-def test_a_server_without_parts_is_asked_for_ranges(
-    wires: Callable[[str], Wire], status: int
-) -> None:
-    with tr.serve(weights(1), step=1, timeout=TIMEOUT) as endpoint:
-        wire = wires(endpoint.url)
-        answer = f"HTTP/1.1 {status} No\r\nContent-Length: 3\r\nConnection: close\r\n\r\nno\n"
-
-        def meddle(asked: bytes, at: int, data: bytes) -> bytes | None:
-            if asked != PARTS:
-                return data
-            return answer.encode() if not at else b""
-
-        wire.meddle = meddle
-        subscription, into = followed(wire.url)
-        assert subscription.update().step == 1 and version_of(into) == 1
-        assert any(line.startswith(b"GET /volumes/") for line in wire.asked)
-
-
 def test_a_step_that_is_replaced_meanwhile_gives_way_to_the_newest(
     wires: Callable[[str], Wire],
 ) -> None:

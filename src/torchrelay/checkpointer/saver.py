@@ -34,16 +34,8 @@ from torchrelay.stores.shares.commit_record import commit_record, decode_shares
 from torchrelay.stores.shares.planner import PlannedShare, SharePlanner
 from torchrelay.stores.step_draft import GRACE, StepDraft
 
-
-class _Begun(msgspec.Struct, array_like=True):
-    """The draft of a save, as the coordinator has it."""
-
-    token: str
-    id: str
-    place: str
-
-
-_begun = msgspec.msgpack.Decoder(_Begun)
+# Token, id and path or URL of a draft, as the coordinator has them.
+_begun = msgspec.msgpack.Decoder(tuple[str, str, str])
 _encode = msgspec.msgpack.Encoder().encode
 
 _Outcome = queue.SimpleQueue[tuple[PlannedShare, StagedShare] | BaseException]
@@ -178,16 +170,15 @@ class Saver:
             draft = StepDraft(store, save.step, token(), deadline.early, overwrite=save.overwrite)
             draft.begin(listing)
             save.draft = draft
-            return [_encode(_Begun(draft.token, draft.id, draft.files.place))] * len(said)
+            return [_encode((draft.token, draft.id, draft.files.place))] * len(said)
 
         save.call.at("waiting for the save before")
-        begun = decoded(_begun, save.call.round("begin", mine, decide, deadline), rank=0)
+        begun = save.call.round("begin", mine, decide, deadline)
         if save.draft is None:
-            draft = StepDraft(
-                store, save.step, begun.token, deadline.early, overwrite=save.overwrite
-            )
-            draft.id = begun.id
-            draft.check_visible(self._ranks.rank, begun.place)
+            name, id_, place = decoded(_begun, begun, rank=0)
+            draft = StepDraft(store, save.step, name, deadline.early, overwrite=save.overwrite)
+            draft.id = id_
+            draft.check_visible(self._ranks.rank, place)
             save.draft = draft
 
     def _plan(self, save: Save, state: object) -> PlannedShare:

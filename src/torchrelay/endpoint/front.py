@@ -21,42 +21,10 @@ from torchrelay.sources.access import Access
 
 
 class Endpoint:
-    """A live state that others read over HTTP (docs/http.md). Made by `serve`, which has the same
-    arguments."""
+    """A live state that others read over HTTP (docs/http.md). Made by `serve`."""
 
-    def __init__(
-        self,
-        address: str,
-        access: Access | None,
-        group: Any,
-        timeout: Timeout,
-        hold: float,
-        stall: float,
-        connections: int,
-        encoding: Encoding | None,
-    ) -> None:
-        ranks = Coordinator.of(group, "endpoint")
-        with ranks.joining():
-            seconds = seconds_of(timeout)
-            place, access = Address.parse(address), access or Access()
-            place.check(access.secret())
-            for name, value in (("hold", hold), ("stall", stall)):
-                if not 0 < value < 1e6:
-                    raise UsageError(f"{name} must be a positive number of seconds, not {value!r}")
-            if connections < 1:
-                raise UsageError(f"connections must be a positive number, not {connections!r}")
-            if not isinstance(encoding, (Encoding, type(None))):
-                raise UsageError(f"encoding is an Encoding, not {type(encoding).__name__}")
-            encoding = encoding or Encoding()
-            # Ranks of one host cannot share a port: the first has it, the others take free ones.
-            listen = m.Listen.at(place.host, place.port if ranks.coordinates else 0, access)
-            listen.hold, listen.stall, listen.connections = hold, stall, connections
-            listen.history = encoding.history
-            self._server = ServerProcess(listen)
-            self._server.start(seconds)
-        self._publisher = Publisher(
-            ranks, self._server, seconds, "Endpoint", "call serve again", encoding
-        )
+    def __init__(self, publisher: Publisher, server: ServerProcess) -> None:
+        self._publisher, self._server = publisher, server
         close_at_exit(self)
 
     @property
@@ -133,7 +101,27 @@ def serve(
 
     A context manager; `close` ends the server process and frees the memory.
     """
-    endpoint = Endpoint(address, access, group, timeout, hold, stall, connections, encoding)
+    ranks = Coordinator.of(group, "endpoint")
+    with ranks.joining():
+        seconds = seconds_of(timeout)
+        place, access = Address.parse(address), access or Access()
+        place.check(access.secret())
+        for name, value in (("hold", hold), ("stall", stall)):
+            if not 0 < value < 1e6:
+                raise UsageError(f"{name} must be a positive number of seconds, not {value!r}")
+        if connections < 1:
+            raise UsageError(f"connections must be a positive number, not {connections!r}")
+        if not isinstance(encoding, (Encoding, type(None))):
+            raise UsageError(f"encoding is an Encoding, not {type(encoding).__name__}")
+        encoding = encoding or Encoding()
+        # Ranks of one host cannot share a port: the first has it, the others take free ones.
+        listen = m.Listen.at(place.host, place.port if ranks.coordinates else 0, access)
+        listen.hold, listen.stall, listen.connections = hold, stall, connections
+        listen.history = encoding.history
+        server = ServerProcess(listen)
+        server.start(seconds)
+    again = "call serve again"
+    endpoint = Endpoint(Publisher(ranks, server, seconds, "Endpoint", again, encoding), server)
     try:
         endpoint.publish(state, step=step)
     except BaseException:

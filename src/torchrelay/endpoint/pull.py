@@ -23,7 +23,6 @@ from torchrelay.results import Loaded
 from torchrelay.sources.access import Access
 from torchrelay.sources.device_source import DeviceSource
 from torchrelay.sources.endpoint import EndpointSource
-from torchrelay.sources.peer import PeerSource
 from torchrelay.sources.places import Place, as_source
 from torchrelay.sources.seam import Source
 from torchrelay.steps import check_step
@@ -38,20 +37,18 @@ POOL_SECONDS = 60.0  # that memory of earlier pulls is kept for another
 class NewerSteps:
     """A source's steps above a number; the first look waits for one. See `sources.seam.Source`."""
 
-    def __init__(self, source: Source, newer_than: int, origin: Source) -> None:
-        self._source, self._newer_than, self._origin = source, newer_than, origin
+    def __init__(self, source: Source, newer_than: int) -> None:
+        self._source, self._newer_than = source, newer_than
         self.name, self.cost = source.name, source.cost
         self.open, self.end = source.open, source.end
         self.waits = True  # for a step that does not exist yet
 
     def steps(self, deadline: Deadline) -> list[int]:
         while True:
-            if isinstance(self._source, DeviceSource):
+            if isinstance(self._source, (EndpointSource, DeviceSource, SeedingSource)):
                 found = self._source.wait(self._newer_than, deadline)
-            elif isinstance(self._origin, EndpointSource):
-                found = self._origin.wait(self._newer_than, deadline)
             else:
-                found = list(self._origin.steps(deadline))
+                found = list(self._source.steps(deadline))
             newer = [step for step in found if step > self._newer_than]
             self.waits = not newer
             if newer:
@@ -110,15 +107,16 @@ def pull(
     ranks = Coordinator.of(group, "pull", "function")
     chosen: Source = origin
     seeding = newer = on_device = None
+    on_gpu = same_host and wants_gpu(into, landing)
     if reshare:
-        if not isinstance(origin, (EndpointSource, PeerSource)):
+        if not isinstance(origin, EndpointSource):
             raise UsageError(f"reshare=True is for endpoints and live ranks, not {origin.name}")
         # The progress is that of what is fetched, not of what is landed from there.
         chosen = seeding = SeedingSource(origin, landing.pop("progress", None))
-    elif isinstance(origin, EndpointSource) and same_host and wants_gpu(into, landing):
+    elif on_gpu and isinstance(origin, EndpointSource) and origin.lends_gpus:
         chosen = on_device = DeviceSource(origin, step=step, verify=verify)
     if newer_than is not None:
-        chosen = newer = NewerSteps(chosen, newer_than, origin)
+        chosen = newer = NewerSteps(chosen, newer_than)
     request = load_request(into, step, landing)
     loader = Loader(chosen, ranks, Pooled(_pool(os.getpid())))
     reason, nbytes = "it was interrupted", 0
@@ -165,10 +163,8 @@ def _pulled(
     """The result, with what the source knows of its servers."""
     if on_device is not None:
         return on_device.reported(loaded, "http", verify=verify)
-    swarm = None if seeding is None else seeding.swarm
-    if swarm is not None:
-        loaded = replace(loaded, seed=swarm.seed)
-    endpoint = origin.endpoint if isinstance(origin, PeerSource) else origin
-    if not isinstance(endpoint, EndpointSource):
+    if seeding is not None and seeding.swarm is not None:
+        loaded = replace(loaded, seed=seeding.swarm.seed)
+    if not isinstance(origin, EndpointSource):
         return loaded
-    return endpoint.reported(loaded, "http", verify=verify, others=swarm)
+    return origin.reported(loaded, "http", verify=verify)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from operator import ne
 from typing import Any
 
 import numpy as np
@@ -35,27 +34,25 @@ class Comparisons:
         dims = range(len(boxes[0][0]))
         if not dims:
             return True
-        columns = np.array(boxes, np.int64)
+        low, high = np.array(boxes, np.int64)[:, 0], np.array(boxes, np.int64).sum(1)
         if len(boxes) <= _MANY:
-            low, high = columns[:, 0], columns.sum(1)
             meet = ((low[:, None] < high[None]) & (low[None] < high[:, None])).all(2)
             return int(meet.sum()) > len(boxes)  # each meets itself
-        # Along the dimension with the most cuts, few boxes lie side by side.
-        dim = max(dims, key=lambda d: _cuts([box[0][d] for box in boxes]))
-        boxes.sort(key=lambda box: box[0][dim])
-        columns = np.array(boxes, np.int64)
-        beside: list[int] = []
-        for number, (offsets, _) in enumerate(boxes):
-            start = offsets[dim]
-            beside = [n for n in beside if boxes[n][0][dim] + boxes[n][1][dim] > start]
+        # Along the dimension with the most cuts, few boxes lie side by side. Numbers of a peer are
+        # better sorted than hashed.
+        dim = max(dims, key=lambda d: len(np.unique(low[:, d])))
+        order = np.argsort(low[:, dim], kind="stable")
+        low, high = low[order], high[order]
+        beside = np.zeros(0, np.int64)
+        for number in range(len(boxes)):
+            beside = beside[high[beside, dim] > low[number, dim]]
             self._left -= max(len(beside) - _GRID, 0) * len(dims)
             if self._left < 0:
                 raise ManifestError("shards that are cut in too many ways")
-            low, size = columns[beside, 0], columns[beside, 1]
-            apart = (low >= columns[number].sum(0)) | (low + size <= columns[number, 0])
+            apart = (low[beside] >= high[number]) | (high[beside] <= low[number])
             if not apart.any(1).all():
                 return True
-            beside.append(number)
+            beside = np.append(beside, number)
         return False
 
 
@@ -133,9 +130,3 @@ def run_of(box: Box, shape: Sequence[int]) -> int | None:
         cut = cut or size != length
         at, step = at + offset * step, step * length
     return at
-
-
-def _cuts(offsets: list[int]) -> int:
-    """How many different ones there are. Numbers of a peer are better sorted than hashed."""
-    offsets.sort()
-    return sum(map(ne, offsets, offsets[1:]))

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from math import prod
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
@@ -155,37 +155,28 @@ def _touched(tensor: StoredTensor, other: list[_ChunkDiff | None]) -> Touched:
         if diff is None:
             return Touched(tensor.name, 1.0, False)
         stop = box.start + prod(box.sizes) * itemsize(tensor.dtype)
-        total += stop - box.start
-        differing += diff.within(box.start, stop)
-        own += diff.inside(box.start, stop)
+        in_differing, in_own = diff.within(box.start, stop)
+        total, differing, own = total + stop - box.start, differing + in_differing, own + in_own
     return Touched(tensor.name, differing / total if total else 0.0, own > 0)
 
 
-class _ChunkDiff:
+class _ChunkDiff(NamedTuple):
     """Which chunks of a volume differ."""
 
-    def __init__(self, chunk_bytes: int, nbytes: int, differs: Array) -> None:
-        self._size, self._nbytes, self._differs = chunk_bytes, nbytes, differs
-        self._before = np.concatenate(([0], np.cumsum(differs)))  # how many of the first n differ
+    size: int  # of a chunk
+    nbytes: int
+    differs: Array
 
-    def within(self, start: int, stop: int) -> int:
-        """How many bytes of a range lie in chunks that differ."""
-        if start >= stop:
-            return 0
-        first, last = start // self._size, (stop - 1) // self._size
-        count = int(self._before[last + 1] - self._before[first]) * self._size
-        if self._differs[first]:
-            count -= start - first * self._size
-        if self._differs[last]:
-            count -= (last + 1) * self._size - stop
-        return count
-
-    def inside(self, start: int, stop: int) -> int:
-        """How many bytes of a range are whole chunks that differ."""
-        first = -(-start // self._size) * self._size
-        # The last chunk of a volume may be shorter.
-        last = stop if stop == self._nbytes else stop // self._size * self._size
-        return self.within(first, last)
+    def within(self, start: int, stop: int) -> tuple[int, int]:
+        """How many bytes of a range lie in chunks that differ, and how many in those of them that
+        lie in the range."""
+        first, last = start // self.size, -(-stop // self.size)
+        low = np.arange(first, last) * self.size
+        high = np.minimum(low + self.size, self.nbytes)  # the last chunk may be shorter
+        shared = np.minimum(high, stop) - np.maximum(low, start)
+        differs = self.differs[first:last]
+        whole = differs & (shared == high - low)
+        return int(shared[differs].sum()), int(shared[whole].sum())
 
 
 def _differing(one: VolumeFacts | None, other: VolumeFacts) -> _ChunkDiff | None:

@@ -19,12 +19,12 @@ _NATIVE = (
 )
 # Complex elements count as two real ones: their norm is the same.
 _COMPLEX = {"complex32": "float16", "complex64": "float32", "complex128": "float64"}
-# Bits of exponent and mantissa, bias, and whether the format is "fnuz": one NaN, no infinities.
+# Bits of the mantissa, bias, and whether the format is "fnuz": one NaN, no infinities.
 _FLOAT8 = {
-    "float8_e4m3fn": (4, 3, 7, False),
-    "float8_e4m3fnuz": (4, 3, 8, True),
-    "float8_e5m2": (5, 2, 15, False),
-    "float8_e5m2fnuz": (5, 2, 16, True),
+    "float8_e4m3fn": (3, 7.0, False),
+    "float8_e4m3fnuz": (3, 8.0, True),
+    "float8_e5m2": (2, 15.0, False),
+    "float8_e5m2fnuz": (2, 16.0, True),
 }
 
 
@@ -55,24 +55,18 @@ def _from_bfloat16(raw: Array) -> Array:
 
 @cache
 def _float8_values(dtype: str) -> Array:
+    bits = np.arange(256)
     if dtype == "float8_e8m0fnu":
-        values = [2.0 ** (bits - 127) for bits in range(255)] + [float("nan")]
+        return np.where(bits == 255, np.nan, np.exp2(bits - 127.0)).astype("float32")
+    width, bias, fnuz = _FLOAT8[dtype]
+    mantissa, exponent = bits % (1 << width), (bits & 0x7F) >> width
+    fraction = mantissa / (1 << width) + (exponent > 0)
+    scale = np.exp2(np.maximum(exponent, 1) - bias)
+    values: Array = np.where(bits & 0x80, -1.0, 1.0) * fraction * scale
+    if fnuz:
+        values[0x80] = np.nan
+    elif dtype == "float8_e5m2":
+        values[exponent == 31] = [np.inf, np.nan, np.nan, np.nan, -np.inf, np.nan, np.nan, np.nan]
     else:
-        values = [_float8(bits, *_FLOAT8[dtype]) for bits in range(256)]
-    return np.array(values, "float32")
-
-
-def _float8(bits: int, exponent_bits: int, mantissa_bits: int, bias: int, fnuz: bool) -> float:
-    sign = -1.0 if bits & 0x80 else 1.0
-    mantissa = bits & ((1 << mantissa_bits) - 1)
-    exponent = (bits & 0x7F) >> mantissa_bits
-    if fnuz and bits == 0x80:
-        return float("nan")
-    if not fnuz and exponent == (1 << exponent_bits) - 1:
-        if exponent_bits == 5:
-            return sign * float("inf") if mantissa == 0 else float("nan")
-        if mantissa == (1 << mantissa_bits) - 1:
-            return float("nan")
-    if exponent == 0:
-        return sign * mantissa * 2.0 ** (1 - bias - mantissa_bits)
-    return sign * (1 + mantissa / (1 << mantissa_bits)) * 2.0 ** (exponent - bias)
+        values[bits & 0x7F == 0x7F] = np.nan
+    return values.astype("float32")

@@ -146,7 +146,6 @@ class Pooled(Workspace):
 
     def __init__(self, pool: Pool | None) -> None:
         self._pool = pool
-        self._tables = kernels.Tables()
 
     def buffers(self, sizes: Sequence[int]) -> list[torch.Tensor]:
         large = [nbytes for nbytes in sizes if nbytes >= LARGE_BYTES]
@@ -170,7 +169,7 @@ class Pooled(Workspace):
     def copy_by_address(self, moves: Moves, device: torch.device) -> bool:
         if device.type != "cuda" or device.index is None:
             return False
-        kernels.copy(moves, device.index, self._tables)
+        kernels.copy(moves, device.index)
         return True
 
 

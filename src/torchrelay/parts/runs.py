@@ -122,10 +122,6 @@ class PartRuns:
         order: Numbers = np.argsort(self.starts, kind="stable")
         return order, self.starts[order], np.maximum.accumulate(self.ends[order])
 
-    def spans(self) -> list[tuple[int, int]]:
-        """Bytes [start, stop) of the volume that each run spans, in ascending order."""
-        return sorted(zip(self.starts.tolist(), self.ends.tolist(), strict=True))
-
     def volume_between(self, begin: int, end: int) -> Iterator[StridedRun]:
         """The runs in bytes [begin, end) of the volume."""
         order, starts, furthest = self._by_start

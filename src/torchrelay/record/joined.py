@@ -73,12 +73,12 @@ def _images(part: Record, known: dict[str, int]) -> Numbers:
     """The image of the whole that each image of a part is."""
     if len(part.names) != part.images:
         raise ManifestError(f"{part.images} images, {len(part.names)} of them with a name")
-    _, names = zip(*part.names, strict=True) if part.names else ((), ())
-    found = list(map(known.get, names))
-    if None in found:
-        path = names[found.index(None)]
-        raise ManifestError("a tensor that was written is in no rank's state", path=path)
-    return np.array(found, np.int64)
+    try:
+        return np.array([known[name] for _, name in part.names], np.int64)
+    except KeyError as fault:
+        raise ManifestError(
+            "a tensor that was written is in no rank's state", path=fault.args[0]
+        ) from None
 
 
 def _together(

@@ -12,7 +12,7 @@ from torchrelay.memory.bounded import bounded
 from torchrelay.memory.crew import Crew
 from torchrelay.record.schema import Record
 from torchrelay.results import Attempt
-from torchrelay.sources.mended_step import MendedStep, StepSupplier
+from torchrelay.sources.mended_step import MendedStep, OtherSource
 from torchrelay.sources.seam import Opened, Source
 from torchrelay.steps import epoch_seconds
 
@@ -91,8 +91,8 @@ class Candidates:
                 raise
             return found
 
-        suppliers = [StepSupplier(one.name, partial(opened, one, deadline)) for one in others]
-        self._given = MendedStep(opened(first, share), suppliers, deadline)
+        more = [OtherSource(one.name, partial(opened, one, deadline)) for one in others]
+        self._given = MendedStep(opened(first, share), more)
         return self._given
 
     def _check_age(self, record: Record, step: int) -> None:
@@ -118,9 +118,9 @@ class Candidates:
 
     def supplied(self, step: int, nbytes: int) -> dict[str, int]:
         """Bytes of the step that was taken by source, the chosen one first."""
-        mended = {} if self._given is None else self._given.others.bytes
-        first = {self.source_of(step): max(0, nbytes - sum(mended.values()))}
-        return {**first, **mended}
+        others = () if self._given is None else self._given.others
+        mended = {one.name: one.bytes for one in others if one.bytes}
+        return {self.source_of(step): max(0, nbytes - sum(mended.values())), **mended}
 
     def attempts(self, taken: int | None = None) -> tuple[Attempt, ...]:
         """The report on each source, whether a step was taken or not."""
@@ -138,15 +138,16 @@ class Candidates:
     def _outcome(self, place: int, taken: int, chosen: bool) -> Iterator[str]:
         """The outcome of a source after a step was taken, from it or from another."""
         given, steps, name = self._given, self._steps[place], self._sources[place].name
-        mended = {} if given is None else given.others.bytes
+        others = {one.name: one for one in given.others} if given is not None else {}
+        mended = sum(one.bytes for one in others.values())
         if chosen:
             yield f"step {taken} was taken"
             if mended and given is not None:
-                yield f"except {sum(mended.values())} bytes: {given.lost}"
-        elif name in mended:
-            yield f"{mended[name]} bytes that the one taken did not give are from here"
-        elif given is not None and name in given.others.faulty:
-            yield f"it could not complete the one taken: {given.others.faulty[name]}"
+                yield f"except {mended} bytes: {given.lost}"
+        elif name in others and others[name].bytes:
+            yield f"{others[name].bytes} bytes that the one taken did not give are from here"
+        elif name in others and others[name].fault:
+            yield f"it could not complete the one taken: {others[name].fault}"
         elif steps and steps[-1] < taken:
             rest = "its other steps are" if self._reasons[place] else "it is"
             yield f"{rest} behind step {taken}"

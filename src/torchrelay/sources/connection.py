@@ -123,8 +123,8 @@ class Host:
 
     def read(
         self, path: str, start: int, views: Sequence[memoryview], *, seconds: float
-    ) -> Iterator[int]:
-        """Fill views from bytes of a volume; yields how many have come, piece by piece."""
+    ) -> Iterator[memoryview]:
+        """Fill views from bytes of a volume; yields the parts that have come."""
         stop = start + sum(map(len, views))
         wanted = f"bytes {start}-{stop - 1}"
         with self._connected(seconds) as line:
@@ -289,12 +289,12 @@ class HostConnection:
     def read_into(self, view: memoryview) -> None:
         """Fill a view from the body, also from one of unknown length."""
         self.left = max(self.left, len(view))
-        for done in self.fill(view):
-            self.nbytes += done
+        for part in self.fill(view):
+            self.nbytes += len(part)
 
-    def fill(self, view: memoryview) -> Iterator[int]:
-        """Fill a view from the body; yields bytes as they have come. `TimeoutError` for a body that
-        trickles."""
+    def fill(self, view: memoryview) -> Iterator[memoryview]:
+        """Fill a view from the body; yields its parts as they have come. `TimeoutError` for a body
+        that trickles."""
         while len(view):
             # WAKE_BYTES behind the piece wake a reader; none are behind the last one.
             some = self.left - WAKE_BYTES if self.left > WAKE_BYTES else self.left
@@ -305,8 +305,8 @@ class HostConnection:
                 if not done:
                     raise ConnectionResetError("the connection broke off")
                 self.left -= done
-                piece, view = piece[done:], view[done:]
-                yield done
+                part, piece, view = piece[:done], piece[done:], view[done:]
+                yield part
 
     def _some(self, view: memoryview, end: float) -> int:
         """Bytes that have come to a view. One call waits in the kernel for all of a large view: a

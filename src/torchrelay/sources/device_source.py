@@ -18,7 +18,7 @@ import torch
 
 from torchrelay.deadlines import Deadline
 from torchrelay.errors import DamagedError, EndpointError, PeerLostError, RelayError
-from torchrelay.memory.gpu.kernels import Tables, device_bytes
+from torchrelay.memory.gpu.kernels import device_bytes
 from torchrelay.memory.gpu.volumes import digests_of_volumes
 from torchrelay.record.schema import Record, VolumeRecord
 from torchrelay.results import Loaded, Outcome
@@ -88,7 +88,7 @@ class LentDevice(LeaseConnection[DeviceLease]):
             key=lambda one: one.start,
         )
         recorded = {one.name: one.digests for one in volumes}
-        found = digests_of_volumes(self.address, mine, self.device, Tables())
+        found = digests_of_volumes(self.address, mine, self.device)
         for one, digests in zip(mine, found, strict=True):
             if digests != recorded[one.name]:
                 raise DamagedError(f"{one.name} in memory of a GPU is not what was published")

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Mapping
 from copy import copy
 from dataclasses import replace
 from functools import partial
-from typing import Annotated, Protocol, TypeVar
+from typing import Annotated, TypeVar
 
 import msgspec
 
@@ -24,6 +24,7 @@ from torchrelay.errors import (
     PeerLostError,
     RelayError,
     StepNotFoundError,
+    TransferTimeoutError,
     UsageError,
 )
 from torchrelay.memory.crew import Crew
@@ -33,7 +34,7 @@ from torchrelay.results import Loaded, Outcome, Peer
 from torchrelay.sources.access import Access
 from torchrelay.sources.connection import RECORD_BYTES, Host, Reply
 from torchrelay.sources.lent_memory import Count, LentMemory, LocalFacts
-from torchrelay.sources.remote_step import HttpSupplier, RemoteStep, Supplier, Suppliers
+from torchrelay.sources.remote_step import RemoteStep, Supplier, Suppliers
 from torchrelay.steps import MAX_STEP
 
 ASK_SECONDS = 20.0  # that a server may take to answer a small request
@@ -73,15 +74,6 @@ class PlaceFacts(msgspec.Struct):
     volumes: dict[str, list[str]]
 
 
-class Swarmed(Protocol):
-    """Other pullers that gave parts of a step: bytes by URL, and why some were dropped."""
-
-    @property
-    def supplied(self) -> dict[str, int]: ...
-    @property
-    def faulty(self) -> dict[str, str]: ...
-
-
 Holders = list[tuple[Host, StepFacts]]
 
 
@@ -101,6 +93,8 @@ class EndpointSource:
     `failed` says which URLs were left out, and why. `tokens`: those of URLs that have their own.
     """
 
+    lends_gpus = True  # whether steps in memory of its GPUs are looked for
+
     def __init__(
         self,
         urls: str | Iterable[str],
@@ -113,20 +107,24 @@ class EndpointSource:
     ) -> None:
         listed = items_of("url", urls, str, "an endpoint's URL")
         most = MAX_KEEPERS if job else MAX_URLS
-        if not 0 < len(listed) <= most:
-            raise UsageError(f"give 1 to {most} URLs, not {len(listed)}")
+        if len(listed) > most:
+            raise UsageError(f"give at most {most} URLs, not {len(listed)}")
         self.access = access or Access()
         self._token, self._context = self.access.secret(), self.access.client_context()
         self._tokens = tokens or {}
         self._same_host, self._verify, self.job = same_host, verify or bool(job), job
         self.reader = secrets.token_hex(16)
         self.hosts = [self.host(url) for url in dict.fromkeys(listed)]
+        self.local: dict[str, LocalFacts] = {}  # of servers by URL, for those who ask them again
+        self._begin_again()
+
+    def _begin_again(self) -> None:
         self.failed: dict[str, str] = {}
         self.instead: dict[str, str] = {}
-        self.local: dict[str, LocalFacts] = {}  # of servers by URL, for those who ask them again
         self._refused = False  # whether all that failed did so for good
         self._listed: dict[int, Holders] = {}
         self._opened: list[RemoteStep] = []
+        self.helpers: Iterable[Supplier] = ()  # other pullers that give parts of a step
         self._asked_for_step = False  # a server may keep a step for this reader
 
     def host(self, url: str, like: Host | None = None) -> Host:
@@ -143,7 +141,8 @@ class EndpointSource:
 
     @property
     def cost(self) -> int:
-        return 0 if self.job or all(host.is_here for host in self.hosts) else 1
+        here = bool(self.hosts) and all(host.is_here for host in self.hosts)
+        return 0 if self.job or here else 1
 
     @property
     def mapped(self) -> bool:
@@ -176,7 +175,7 @@ class EndpointSource:
                     raise
             if any(step > newer_than for step in found) or deadline.early() < 2 * _MARGIN:
                 return found
-            if self.failed:
+            if self.failed or not found:
                 pause = SHORT_POLL - (time.monotonic() - begun)
                 time.sleep(max(0.0, min(pause, deadline.early())))
 
@@ -195,7 +194,7 @@ class EndpointSource:
             for facts in newest.values():
                 self._listed.setdefault(facts.step, []).append((host, facts))
         if not any(answers):
-            raise self._nobody()
+            raise self._nobody(deadline)
         if self.job:
             self._keep_complete()
         return list(self._listed)
@@ -228,9 +227,12 @@ class EndpointSource:
                     break
         return None
 
-    def _nobody(self) -> RelayError:
+    def _nobody(self, deadline: Deadline) -> RelayError:
         reasons = "; ".join(f"{url}: {why}" for url, why in self.failed.items())
         self._refused = all("does not answer: " not in why for why in self.failed.values())
+        if deadline.passed and not self._refused:
+            text = f"no endpoint could be read in {deadline.seconds:g} s: {reasons}"
+            return TransferTimeoutError(text, phase="open")
         kind = EndpointError if self._refused else PeerLostError
         return kind(f"no endpoint can be read: {reasons}", phase="open")
 
@@ -261,7 +263,7 @@ class EndpointSource:
             if found is not None:
                 break
         if found is None:
-            raise self._nobody()
+            raise self._nobody(deadline)
         data, record = found
         suppliers = self._suppliers(holders, record, snapshot, deadline)
         self._map(suppliers, record, snapshot)
@@ -281,11 +283,11 @@ class EndpointSource:
         self, holders: Holders, record: Record, snapshot: str, deadline: Deadline
     ) -> Suppliers:
         """Each volume is at servers that list it, or at the ranks that an endpoint names."""
-        known: dict[str, HttpSupplier] = {}
+        known: dict[str, Supplier] = {}
         volumes: dict[str, list[Supplier]] = {file.name: [] for file in record.volumes}
 
         def add(name: str, url: str, host: Host) -> None:
-            supplier = known.setdefault(url, HttpSupplier(host, snapshot))
+            supplier = known.setdefault(url, Supplier(host, snapshot))
             if supplier not in volumes.get(name, [supplier]):
                 volumes[name].append(supplier)
 
@@ -304,7 +306,7 @@ class EndpointSource:
                     except UsageError as fault:
                         self.failed[ascii(url)] = fault.message
         if not all(volumes.values()):
-            raise self._nobody()
+            raise self._nobody(deadline)
         return Suppliers(volumes, deadline, f"step {record.step} of {self.name}")
 
     def _map(self, suppliers: Suppliers, record: Record, snapshot: str) -> None:
@@ -314,7 +316,6 @@ class EndpointSource:
             return
         sizes = {file.name: file.nbytes for file in record.volumes}
         for supplier in suppliers.all:
-            assert isinstance(supplier, HttpSupplier)
             try:
                 lent = LentMemory(local_facts(supplier.host), snapshot, self.reader)
                 supplier.take(lent, sizes)
@@ -328,8 +329,7 @@ class EndpointSource:
     def renewed(self) -> EndpointSource:
         """The same servers for another read, over the connections that were kept."""
         other = copy(self)
-        other.failed, other.instead, other._listed, other._opened = {}, {}, {}, []
-        other._refused = other._asked_for_step = False
+        other._begin_again()
         return other
 
     def end(self, reason: str = "", nbytes: int = 0, *, keep: bool = False) -> None:
@@ -338,7 +338,7 @@ class EndpointSource:
         hosts = {host.url: host for host in self.hosts if host.url not in self.failed}
         for step in self._opened:
             for one in step.suppliers.all:
-                if isinstance(one, HttpSupplier) and not one.dropped:
+                if not one.dropped:
                     hosts[one.name] = one.host
         mapped = nbytes if self.mapped else 0
         end = time.monotonic() + END_SECONDS
@@ -357,7 +357,7 @@ class EndpointSource:
     @property
     def supplied(self) -> dict[str, int]:
         """Bytes that came from each URL."""
-        found: dict[str, int] = {}
+        found = {one.name: one.bytes for one in self.helpers if one.bytes}
         for step in self._opened:
             for url, nbytes in step.suppliers.bytes.items():
                 found[url] = found.get(url, 0) + nbytes
@@ -369,7 +369,7 @@ class EndpointSource:
         found = dict(self.failed)
         for step in self._opened:
             found.update(step.suppliers.faulty)
-        return found
+        return found | {one.name: one.dropped for one in self.helpers if one.dropped}
 
     def reported(
         self,
@@ -377,21 +377,18 @@ class EndpointSource:
         route: str,
         *,
         verify: bool = False,
-        others: Swarmed | None = None,
         instead: Mapping[str, str] | None = None,
     ) -> Loaded:
         """A result with what each server gave, by a route where it was not mapped. `instead`: why
         other routes were not taken."""
-        supplied, faulty = self.supplied, self.faulty
-        if others is not None:
-            supplied, faulty = {**supplied, **others.supplied}, {**faulty, **others.faulty}
+        supplied = self.supplied
         route = "mapped" if self.mapped else route
         # Memory that is mapped is not counted by URL.
         given = supplied or loaded.report.sources
         peers: dict[Peer, Outcome] = {
             url: Outcome(route=route, bytes=nbytes) for url, nbytes in given.items()
         }
-        for url, why in faulty.items():
+        for url, why in self.faulty.items():
             peers[url] = Outcome("failed", why, bytes=supplied.get(url))
         reasons = {**self.instead, **(instead or {}), **loaded.report.instead}
         report = replace(

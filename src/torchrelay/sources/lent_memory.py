@@ -20,7 +20,7 @@ from typing import Annotated, Generic, TypeVar
 import msgspec
 
 from torchrelay.machine import machine
-from torchrelay.memory.mapped_range import MappedRange
+from torchrelay.memory.pages import MappedRange
 from torchrelay.stores.local.files import through
 from torchrelay.stores.seam import DataReader
 from torchrelay.stores.writer.frames import receive_frame, send_frame
@@ -197,14 +197,14 @@ class MappedReader(DataReader):
         elif not through(os.preadv, self._fd, views, self._start + position):
             raise EOFError(f"the memory ends before byte {position + sum(map(len, views))}")
 
-    def pieces(self, position: int, buffers: Sequence[memoryview]) -> Iterator[int]:
-        """The same, a piece at a time: yields how many bytes were copied."""
+    def pieces(self, position: int, buffers: Sequence[memoryview]) -> Iterator[memoryview]:
+        """The same, a piece at a time: yields what was copied."""
         for view in buffers:
             for low in range(0, len(view), _PIECE_BYTES):
                 piece = view[low : low + _PIECE_BYTES]
                 self.read_into(position, [piece])
                 position += len(piece)
-                yield len(piece)
+                yield piece
 
     def read_cached(self, position: int, buffers: Sequence[memoryview]) -> bool:
         with suppress(OSError, EOFError):

@@ -13,44 +13,48 @@ from contextlib import closing
 
 import xxhash
 
-from torchrelay.deadlines import Deadline
-from torchrelay.errors import EndpointError, RelayError
+from torchrelay.errors import RelayError
 from torchrelay.record.encoding import content_digest
 from torchrelay.record.schema import Record, VolumeRecord
-from torchrelay.sources.remote_step import RemoteReader, Supplier, Suppliers, digest_of
+from torchrelay.sources.remote_step import digest_of
 from torchrelay.sources.seam import Opened
 from torchrelay.stores.seam import DataReader
 
 _FAULTS = (RelayError, OSError, EOFError)
 
 
-class StepSupplier(Supplier):
-    """Another source of a step, opened when it is first asked."""
+class OtherSource:
+    """Another source of a step, opened when it is first asked. `bytes`: how much it gave; `fault`:
+    why it could not give a chunk, after which it is asked no more."""
 
     def __init__(self, name: str, open_step: Callable[[], Opened]) -> None:
-        super().__init__(name)
-        self._open = open_step
-        self.content = ""  # what it must have, as `content_digest` has it
+        self.name, self._open = name, open_step
         self._opened: Opened | None = None
         self._lock = threading.Lock()
+        self.bytes, self.fault = 0, ""
 
-    def read(
-        self, volume: str, start: int, views: Sequence[memoryview], *, seconds: float
-    ) -> Iterator[int]:
+    def gives(self, file: VolumeRecord, start: int, chunk: bytearray, content: str) -> bool:
+        """Whether it fills a chunk with the right bytes. `content`: the digest of its step."""
+        if self.fault:
+            return False
         try:
-            with closing(self._reader(volume)) as reader:
-                reader.read_into(start, views)
+            with closing(self._step(content).files.reader(file.name)) as reader:
+                reader.read_into(start, [memoryview(chunk)])
+            if xxhash.xxh3_128_digest(chunk) != digest_of(file, start):
+                raise OSError(f"wrong digest of {file.name} at byte {start}")
         except _FAULTS as fault:
-            raise EndpointError(getattr(fault, "message", "") or str(fault)) from fault
-        yield from map(len, views)
+            self.fault = getattr(fault, "message", "") or str(fault)
+            return False
+        self.bytes += len(chunk)
+        return True
 
-    def _reader(self, volume: str) -> DataReader:
+    def _step(self, content: str) -> Opened:
         with self._lock:
             if self._opened is None:
                 self._opened = self._open()
-                if content_digest(self._opened.record) != self.content:
-                    raise EndpointError("it has other bytes of the step")
-            return self._opened.files.reader(volume)
+                if content_digest(self._opened.record) != content:
+                    raise OSError("it has other bytes of the step")
+            return self._opened
 
     def close(self) -> None:
         if self._opened is not None:
@@ -61,21 +65,16 @@ class MendedStep:
     """See `seam.Opened` and `stores.seam.MendableStep`: a step of one source, whose chunks come
     from other sources where that one does not give them right."""
 
-    def __init__(self, first: Opened, others: Sequence[StepSupplier], deadline: Deadline) -> None:
-        self._first = first
+    def __init__(self, first: Opened, others: Sequence[OtherSource]) -> None:
+        self._first, self.others = first, others
         self.record: Record = first.record
-        content = content_digest(self.record)
-        self.digest = bytes.fromhex(content)
+        self._content = content_digest(self.record)
+        self.digest = bytes.fromhex(self._content)
         self.url = first.files.url
         self.costly_reads = first.files.costly_reads
         self.trusted = first.files.trusted
         self._files = {file.name: file for file in self.record.volumes}
-        for one in others:
-            one.content = content
-        volumes: dict[str, list[Supplier]] = {name: [*others] for name in self._files}
-        self.others = Suppliers(volumes, deadline, f"step {self.record.step}")
-        self._deadline = deadline
-        # By volume: chunks of others, by where they begin.
+        # By volume: chunks that were fetched again, by where they begin.
         self.patches: dict[str, dict[int, bytearray]] = {name: {} for name in self._files}
         self.lost = ""  # what was first found wrong
 
@@ -87,96 +86,73 @@ class MendedStep:
         """A volume, also where the first source has none of that size."""
         file = self._files[name]
         try:
-            found: DataReader | None = self._first.files.reader(name, once=once)
+            found = self._first.files.reader(name, once=once)
+            if found.nbytes != file.nbytes:
+                found.close()
+                raise OSError(f"it has {found.nbytes} bytes, {file.nbytes} were written")
         except OSError as fault:
-            found, self.lost = None, self.lost or f"{name} cannot be read: {fault}"
-        if found is not None and found.nbytes != file.nbytes:
-            self.lost = self.lost or f"{name} has {found.nbytes} bytes, {file.nbytes} were written"
-            found.close()
-            found = None
+            found, self.lost = _NoReader(), self.lost or f"{name} cannot be read: {fault}"
         return MendedReader(self, file, found)
 
     def mend(self, name: str, start: int, stop: int, why: str) -> bool:
-        """Get the chunks of a range from others, where the first source does not give them. Whether
-        all of them are here."""
+        """Get the chunks of a range from whichever source gives them right, the first one first.
+        Whether all of them are here."""
         file = self._files[name]
         self.lost = self.lost or why
-        reader = RemoteReader(file, self.others, self._deadline)
         for at in range(start // file.chunk_bytes * file.chunk_bytes, stop, file.chunk_bytes):
-            if at in self.patches[name] or self._first_has(file, at):
+            if at in self.patches[name]:
                 continue
-            data = bytearray(min(file.chunk_bytes, file.nbytes - at))
-            try:
-                reader.read_into(at, [memoryview(data)])
-            except _FAULTS:
+            chunk = bytearray(min(file.chunk_bytes, file.nbytes - at))
+            sources = [OtherSource("", lambda: self._first), *self.others]
+            if not any(one.gives(file, at, chunk, self._content) for one in sources):
                 return False
-            self.patches[name][at] = data
+            self.patches[name][at] = chunk
         return True
-
-    def _first_has(self, file: VolumeRecord, start: int) -> bool:
-        """Whether a chunk of the first source is right. A source that compares digests itself has
-        failed already, and is not asked again."""
-        if self.trusted:
-            return False
-        data = bytearray(min(file.chunk_bytes, file.nbytes - start))
-        try:
-            with closing(self._first.files.reader(file.name)) as reader:
-                reader.read_into(start, [memoryview(data)])
-        except _FAULTS:
-            return False
-        return xxhash.xxh3_128_digest(data) == digest_of(file, start)
 
     def close(self) -> None:
         self._first.close()
-        self.others.close()
+        for one in self.others:
+            one.close()
+
+
+class _NoReader(DataReader):
+    """A volume that a source does not have."""
+
+    nbytes = 0
+
+    def read_into(self, position: int, buffers: Sequence[memoryview]) -> None:
+        raise OSError(errno.EIO, "it is not there as it was written")
 
 
 class MendedReader:
-    """A volume of the first source, except for the chunks that came from others."""
+    """A volume of the first source, except for the chunks that were fetched again."""
 
-    def __init__(self, step: MendedStep, file: VolumeRecord, first: DataReader | None) -> None:
-        self._file, self._first = file, first
+    def __init__(self, step: MendedStep, file: VolumeRecord, first: DataReader) -> None:
+        self._first, self._chunk_bytes = first, file.chunk_bytes
         self._patches, self._once = step.patches[file.name], step.costly_reads
-        self.nbytes = file.nbytes
-        self.cold = first is not None and first.cold
-        self.batched = first is not None and first.batched
+        self.nbytes, self.cold, self.batched = file.nbytes, first.cold, first.batched
+        self.unchanged, self.close = first.unchanged, first.close
 
     def read_into(self, position: int, buffers: Sequence[memoryview]) -> None:
         views = [memoryview(buffer).cast("B") for buffer in buffers]
         if not self._patches:
-            self._read(position, views)
+            self._first.read_into(position, views)
             return
-        for at, view in _by_chunk(position, views, self._file.chunk_bytes):
-            skip = at % self._file.chunk_bytes
+        for at, view in _by_chunk(position, views, self._chunk_bytes):
+            skip = at % self._chunk_bytes
             patch = self._patches.get(at - skip)
             if patch is None:
-                self._read(at, [view])
+                self._first.read_into(at, [view])
                 continue
             view[:] = patch[skip : skip + len(view)]
             if self._once and skip + len(view) == len(patch):
                 del self._patches[at - skip]
 
-    def _read(self, position: int, views: list[memoryview]) -> None:
-        if self._first is None:
-            raise OSError(errno.EIO, f"{self._file.name} is not there as it was written")
-        self._first.read_into(position, views)
-
     def read_cached(self, position: int, buffers: Sequence[memoryview]) -> bool:
-        if self._first is None or self._patches:
-            return False
-        return self._first.read_cached(position, buffers)
+        return not self._patches and self._first.read_cached(position, buffers)
 
     def memory(self, position: int, nbytes: int) -> memoryview | None:
-        if self._first is None or self._patches:
-            return None
-        return self._first.memory(position, nbytes)
-
-    def unchanged(self) -> bool:
-        return self._first is None or self._first.unchanged()
-
-    def close(self) -> None:
-        if self._first is not None:
-            self._first.close()
+        return None if self._patches else self._first.memory(position, nbytes)
 
 
 def _by_chunk(

@@ -9,10 +9,9 @@ import msgspec
 import torch.distributed as dist
 
 from torchrelay.deadlines import Deadline
-from torchrelay.errors import PeerLostError, StepNotFoundError
+from torchrelay.errors import PeerLostError
 from torchrelay.sources.access import Access
 from torchrelay.sources.endpoint import EndpointSource
-from torchrelay.sources.remote_step import RemoteStep
 
 
 class SharedAt(msgspec.Struct, array_like=True):
@@ -51,15 +50,15 @@ class PeerNotes:
             ) from fault
 
 
-class PeerSource:
+class PeerSource(EndpointSource):
     """The state that a rank of a group shares, made by `Relay.peer`. A rank that shares nothing is
-    an empty source. The rank is looked up by each call that lists steps. `same_host` is that of
-    `EndpointSource`."""
+    an empty source. The rank is looked up by each call that lists steps."""
+
+    lends_gpus = False
 
     def __init__(self, notes: PeerNotes, rank: int, *, same_host: bool = True) -> None:
-        self._peers, self._same_host = [(notes, rank)], same_host
-        self._places: list[SharedAt] = []
-        self.endpoint: EndpointSource | None = None  # as found by the last look
+        super().__init__((), same_host=same_host)
+        self._peers = [(notes, rank)]
 
     @classmethod
     def of(cls, peers: Sequence[PeerSource], *, same_host: bool = True) -> PeerSource:
@@ -73,33 +72,19 @@ class PeerSource:
         ranks = ", ".join(str(rank) for _, rank in self._peers)
         return f"rank {ranks}" if len(self._peers) == 1 else f"ranks {ranks}"
 
-    @property
-    def cost(self) -> int:
-        return 1 if self.endpoint is None else self.endpoint.cost
+    def _list(self, deadline: Deadline, query: str, wait: float) -> list[int]:
+        found = [place for notes, rank in self._peers if (place := notes.find(rank)) is not None]
+        tokens = {place.url: place.token for place in found}
+        if tokens != self._tokens:
+            for host in self.hosts:
+                host.close()
+            self._tokens, self._token = tokens, found[0].token if found else None
+            self.access = Access(token=self._token)
+            self.hosts = [self.host(url) for url in tokens]
+        self.failed.clear()
+        self._listed = {}
+        return super()._list(deadline, query, wait) if self.hosts else []
 
-    def steps(self, deadline: Deadline) -> list[int]:
-        places = [place for notes, rank in self._peers if (place := notes.find(rank)) is not None]
-        if not places:
-            self.endpoint = None
-            return []
-        if self.endpoint is None or places != self._places:
-            self._places, tokens = places, {place.url: place.token for place in places}
-            access = Access(token=places[0].token)
-            self.endpoint = EndpointSource(
-                tokens, access=access, same_host=self._same_host, tokens=tokens
-            )
-        self.endpoint.failed.clear()
-        return self.endpoint.steps(deadline)
-
-    def open(self, step: int, deadline: Deadline) -> RemoteStep:
-        if self.endpoint is None:
-            self.steps(deadline)
-        if self.endpoint is None:
-            raise StepNotFoundError(f"{self.name} shares no state: share it there", step=step)
-        return self.endpoint.open(step, deadline)
-
-    def end(self, reason: str = "", nbytes: int = 0) -> None:
-        """Tell the rank how the read ended; never raises."""
-        if self.endpoint is not None:
-            self.endpoint.end(reason, nbytes)
-            self.endpoint = None
+    def end(self, reason: str = "", nbytes: int = 0, *, keep: bool = False) -> None:
+        super().end(reason, nbytes, keep=keep)
+        self._begin_again()

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import threading
 import time
-from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Protocol
@@ -35,11 +34,15 @@ SUPPLY_FAULTS = (Answered, EndpointError, OSError, EOFError)  # of a read
 _PASSING = (408, 425, 429, 500, 502, 503, 504)  # answers that may be others later
 
 
-class Supplier(ABC):
-    """Something that gives bytes of volumes, and how it has done so far."""
+class Supplier:
+    """A server's volumes of a snapshot, by HTTP ranges or from memory that it lends, and how it has
+    done so far. `wait`: seconds for bytes that are still arriving there."""
 
-    def __init__(self, name: str) -> None:
-        self.name = name
+    def __init__(self, host: Host, snapshot: str, wait: float = 0.0) -> None:
+        self.name, self.host, self._snapshot = host.url, host, snapshot
+        self._query = f"?wait_ms={1000 * wait:.0f}" if wait else ""
+        self._mapped: dict[str, MappedReader] = {}  # volumes in memory of this host
+        self._lent: LentMemory | None = None
         self.active = 0  # requests under way
         self.failures = 0  # in a row
         self.fault = ""  # the last of them
@@ -47,52 +50,26 @@ class Supplier(ABC):
         self.rests_until = 0.0
         self.dropped = ""  # why it is asked no more
 
-    @abstractmethod
-    def read(
-        self, volume: str, start: int, views: Sequence[memoryview], *, seconds: float
-    ) -> Iterator[int]:
-        """Fill views from bytes of a volume; yields how many have come, piece by piece."""
-
-    @abstractmethod
-    def close(self) -> None: ...
-
-    def is_gone(self) -> bool:
-        """Whether the step was replaced there."""
-        return False
-
-    def mapped(self, volume: str) -> MappedReader | None:
-        """A volume in memory of this host, unless something was found wrong with it."""
-        return None
-
-
-class HttpSupplier(Supplier):
-    """A server's volumes of a snapshot, by HTTP ranges or from memory that it lends. `wait`:
-    seconds for bytes that are still arriving there."""
-
-    def __init__(self, host: Host, snapshot: str, wait: float = 0.0) -> None:
-        super().__init__(host.url)
-        self.host, self._snapshot = host, snapshot
-        self._query = f"?wait_ms={1000 * wait:.0f}" if wait else ""
-        self._mapped: dict[str, MappedReader] = {}  # volumes in memory of this host
-        self._lent: LentMemory | None = None
-
     def take(self, lent: LentMemory, sizes: Mapping[str, int]) -> None:
         """Read volumes of the right size from this memory, until `close`."""
         right = {n: one for n, one in lent.readers.items() if sizes.get(n) == one.nbytes}
         self._lent, self._mapped = lent, right
 
     def mapped(self, volume: str) -> MappedReader | None:
+        """A volume in memory of this host, unless something was found wrong with it."""
         return None if self.dropped else self._mapped.get(volume)
 
     def read(
         self, volume: str, start: int, views: Sequence[memoryview], *, seconds: float
-    ) -> Iterator[int]:
+    ) -> Iterator[memoryview]:
+        """Fill views from bytes of a volume; yields the parts that have come."""
         if volume in self._mapped:
             return self._mapped[volume].pieces(start, views)
         path = f"/volumes/{self._snapshot}/{quote(volume)}{self._query}"
         return self.host.read(path, start, views, seconds=seconds)
 
     def is_gone(self) -> bool:
+        """Whether the step was replaced there."""
         with suppress(OSError, EndpointError):
             path = f"/places.json?snapshot={self._snapshot}"
             return self.host.get(path, seconds=5.0).status == 410
@@ -215,7 +192,7 @@ class ChunkedVolume(Protocol):
 class RemoteStep:
     """See `seam.Opened` and `stores.seam.OpenStep`.
 
-    `verify`: whether digests of memory that is mapped on this host are compared, too.
+    `verify`: whether the caller compares digests of memory that is mapped on this host.
     """
 
     def __init__(
@@ -236,7 +213,7 @@ class RemoteStep:
         self.mapped = suppliers.all_mapped
         self.costly_reads = not self.mapped
         self.trusted = not (self.mapped and verify)
-        self._data, self._deadline, self._verify = data, deadline, verify or not self.mapped
+        self._data, self._deadline = data, deadline
         self._files = {file.name: file for file in record.volumes}
 
     @property
@@ -246,42 +223,26 @@ class RemoteStep:
     def manifest(self) -> bytes:
         return self._data
 
-    def reader(self, name: str, *, once: bool = True) -> RemoteReader:
-        how = {"mapped": self.mapped, "verify": self._verify}
-        return RemoteReader(self._files[name], self.suppliers, self._deadline, **how)
+    def reader(self, name: str, *, once: bool = True) -> DataReader:
+        mapped = self.suppliers.mapped(name) if self.mapped else None
+        return mapped or RemoteReader(self._files[name], self.suppliers, self._deadline)
 
     def close(self) -> None:
         self.suppliers.close()
 
 
 class RemoteReader(DataReader):
-    """A volume of the step. Ranges of whole chunks have their digests, or come from elsewhere.
+    """A volume of the step. All that it returns has its digest, or comes from elsewhere."""
 
-    `mapped`: all of the step is in memory of this host. With `verify`, parts of chunks are copied
-    from there unverified: the caller compares digests, and reads whole chunks where one is wrong.
-    """
-
-    def __init__(
-        self,
-        file: ChunkedVolume,
-        suppliers: Suppliers,
-        deadline: Deadline,
-        *,
-        mapped: bool = False,
-        verify: bool = True,
-    ) -> None:
+    def __init__(self, file: ChunkedVolume, suppliers: Suppliers, deadline: Deadline) -> None:
         self._file, self.nbytes = file, file.nbytes
         self._suppliers, self._deadline = suppliers, deadline
-        self._mapped, self._verify = mapped, verify
 
     def read_into(self, position: int, buffers: Sequence[memoryview]) -> None:
         views = [memoryview(buffer).cast("B") for buffer in buffers]
         stop = position + sum(map(len, views))
         size = self._file.chunk_bytes
-        parts = position % size or (stop % size and stop != self.nbytes)
-        if (parts or not self._verify) and self.read_cached(position, views):
-            return
-        if parts:
+        if position % size or (stop % size and stop != self.nbytes):
             self._read_around(position, stop, views)
             return
         at = position
@@ -303,14 +264,14 @@ class RemoteReader(DataReader):
         """Read what one supplier gives of a range; returns up to where all digests match."""
         name, suppliers = self._file.name, self._suppliers
         supplier = suppliers.take(name)
-        chunks = ArrivingChunks(self._file, start, views)
+        chunks = ArrivingChunks(self._file, start)
         try:
             try:
                 seconds = max(self._deadline.left(), 0.01)
-                for nbytes in supplier.read(name, start, views, seconds=seconds):
+                for part in supplier.read(name, start, views, seconds=seconds):
                     if suppliers.stopped.is_set():
                         break
-                    if not chunks.add(nbytes):
+                    if not chunks.add(part):
                         why = f"wrong digest of {name} at byte {chunks.at}"
                         if supplier.is_gone():
                             suppliers.gone = True
@@ -323,36 +284,23 @@ class RemoteReader(DataReader):
             suppliers.note(name, supplier, fault)
         return chunks.at
 
-    def read_cached(self, position: int, buffers: Sequence[memoryview]) -> bool:
-        mapped = self._suppliers.mapped(self._file.name) if self._mapped else None
-        return mapped is not None and mapped.read_cached(position, buffers)
-
-    def memory(self, position: int, nbytes: int) -> memoryview | None:
-        mapped = self._suppliers.mapped(self._file.name) if self._mapped else None
-        return None if mapped is None else mapped.memory(position, nbytes)
-
 
 class ArrivingChunks:
     """Hashes bytes as they arrive. `at`: up to where the digests of whole chunks match."""
 
-    def __init__(self, file: ChunkedVolume, start: int, views: list[memoryview]) -> None:
+    def __init__(self, file: ChunkedVolume, start: int) -> None:
         self._file, self.at = file, start
-        self._views = list(views)
         self._hasher = xxhash.xxh3_128()
         self._hashed = start
 
-    def add(self, nbytes: int) -> bool:
-        """That many more bytes have come; whether every chunk that they complete is right."""
-        while nbytes:
-            view = self._views[0]
+    def add(self, view: memoryview) -> bool:
+        """More bytes have come; whether every chunk that they complete is right."""
+        while len(view):
             end = min(self.at + self._file.chunk_bytes, self._file.nbytes)
-            some = min(nbytes, len(view), end - self._hashed)
-            self._hasher.update(view[:some])
-            self._hashed += some
-            nbytes -= some
-            self._views[0] = view[some:]
-            if some == len(view):
-                self._views.pop(0)
+            part = view[: end - self._hashed]
+            self._hasher.update(part)
+            self._hashed += len(part)
+            view = view[len(part) :]
             if self._hashed == end:
                 if self._hasher.digest() != digest_of(self._file, self.at):
                     return False

@@ -52,11 +52,7 @@ class StepDraft:
 
         exists = f"step {self._step} is committed: pass overwrite=True to replace it"
         with self._faults("plan", "begin a step", exists):
-            try:
-                self._bounded("begin a step", act)
-            except StorageTimeoutError:
-                given_up.set()
-                raise
+            self._bounded("begin a step", act, given_up)
         self.id = self.files.id
 
     def check_visible(self, rank: int, place: str) -> None:
@@ -112,8 +108,10 @@ class StepDraft:
         except StorageTimeoutError as late:
             logger.warning("the draft of step %d stays: %s", self._step, late.message)
 
-    def _bounded(self, what: str, act: Callable[[], Result]) -> Result:
-        return bounded(act, self._left(), what, file=self._store.url)
+    def _bounded(
+        self, what: str, act: Callable[[], Result], left: threading.Event | None = None
+    ) -> Result:
+        return bounded(act, self._left(), what, file=self._store.url, left=left)
 
     @contextmanager
     def _faults(self, phase: str, what: str, exists: str) -> Iterator[None]:

@@ -15,7 +15,6 @@ import torch
 from torchrelay.errors import PeerLostError
 from torchrelay.geometry.runs import Column, Moves
 from torchrelay.memory.gpu import kernels
-from torchrelay.memory.gpu.kernels import Tables
 from torchrelay.memory.gpu.side import on_side_stream
 from torchrelay.sources.device_source import DeviceLentStep, LentDevice
 
@@ -40,7 +39,6 @@ class DeviceUpdates:
     def __init__(self, into: object) -> None:
         self._into = into
         self._known: _KnownCopies | None = None
-        self._tables = Tables()
 
     def learn(self, step: DeviceLentStep) -> None:
         """A step was landed. Its copies are remembered, if there was nothing but copies of runs
@@ -87,12 +85,11 @@ class DeviceUpdates:
                 phase="data",
             )
         with torch.cuda.device(lent.device), on_side_stream():
-            kernels.copy(moves, lent.device, self._tables)
+            kernels.copy(moves, lent.device)
         return int(known.nbytes.sum())
 
     def close(self) -> None:
         self._known = None
-        self._tables.close()
 
 
 def _inside(addresses: Column, nbytes: Column, places: Fingerprint) -> bool:

@@ -2,7 +2,7 @@
 
 A stream that breaks off is continued where it ended, by whichever server has the volume. A chunk
 with other bytes than were sent is asked for again as a whole, and a second one ends a server's part
-in it. A server that cannot send parts is asked for ranges of its volumes.
+in it.
 """
 
 from __future__ import annotations
@@ -26,20 +26,11 @@ from torchrelay.parts.runs import (
     VolumeParts,
 )
 from torchrelay.parts.stream import HEAD_BYTES, MAGIC, WHOLE, ChunkHead, decode
-from torchrelay.sources.connection import Answered, HostConnection
-from torchrelay.sources.remote_step import (
-    SUPPLY_FAULTS,
-    HttpSupplier,
-    RemoteReader,
-    RemoteStep,
-    Supplier,
-)
-from torchrelay.stores.reading.chunks import whole_chunks
+from torchrelay.sources.connection import HostConnection
+from torchrelay.sources.remote_step import SUPPLY_FAULTS, RemoteStep, Supplier
 from torchrelay.weights.mirror import Mirror
 
 STREAMS = 8  # at once, each of another server
-RANGE_BYTES = 8 << 20  # asked for at once, where parts are not sent
-_NO_PARTS = (400, 404, 405, 413)  # of a server that does not send parts, or not these
 
 
 class _VolumeRest(NamedTuple):
@@ -66,7 +57,6 @@ class PartFetch:
         self._step, self._mirror, self._deadline = step, mirror, deadline
         self._suppliers = step.suppliers
         self._files = {file.name: file for file in step.record.volumes}
-        self._plain: set[Supplier] = set()  # those that do not send parts
         self._wrong: set[Supplier] = set()  # those that sent wrong bytes once
 
     def run(self) -> None:
@@ -121,10 +111,7 @@ class PartFetch:
                 self._suppliers.drop(supplier, fault.message)
             self._wrong.add(supplier)
         except SUPPLY_FAULTS as fault:
-            if isinstance(fault, Answered) and fault.reply.status in _NO_PARTS:
-                self._plain.add(supplier)
-            else:
-                self._suppliers.note(left[0].name, supplier, fault)
+            self._suppliers.note(left[0].name, supplier, fault)
         return [piece.rest() for piece in left]
 
     def _from(self, supplier: Supplier, left: list[_VolumeRest]) -> Iterator[int]:
@@ -137,12 +124,10 @@ class PartFetch:
                 piece.runs.pack(np.frombuffer(memory, np.uint8), 0, piece.runs.total, packed)
                 left.remove(piece)
                 yield piece.runs.total
-        if left and isinstance(supplier, HttpSupplier) and supplier not in self._plain:
+        if left:
             yield from self._streamed(supplier, left)
-        elif left:
-            yield from self._ranges(left)
 
-    def _streamed(self, supplier: HttpSupplier, left: list[_VolumeRest]) -> Iterator[int]:
+    def _streamed(self, supplier: Supplier, left: list[_VolumeRest]) -> Iterator[int]:
         wanted = [VolumeParts(one.name, one.base, one.runs.encoded()) for one in left]
         body = msgspec.msgpack.encode(PartsRequest(self._step.snapshot, wanted))
         seconds = max(self._deadline.left(), 0.01)
@@ -159,20 +144,6 @@ class PartFetch:
                     _receive(stream, packed[begin:end], itemsize, buffer)
                     yield stream.nbytes - before
                 left.pop(0)
-
-    def _ranges(self, left: list[_VolumeRest]) -> Iterator[int]:
-        """The same by ordinary ranges: whole chunks of the volume, by the digests of the record."""
-        for piece in list(left):
-            file = self._files[piece.name]
-            packed = self._mirror.volumes[piece.name].packed
-            reader = RemoteReader(file, self._suppliers, self._deadline)
-            for begin, end in whole_chunks(file, piece.runs.spans(), RANGE_BYTES):
-                chunk = np.empty(end - begin, np.uint8)
-                reader.read_into(begin, [chunk.data])
-                for run in piece.runs.volume_between(begin, end):
-                    run.of_packed(packed[piece.at :])[...] = run.of_volume(chunk, begin)
-            left.pop(0)
-            yield 0  # the reader has counted them
 
 
 def _receive(stream: HostConnection, into: Bytes, itemsize: int, buffer: memoryview) -> None:

@@ -34,7 +34,7 @@ LOOK_SECONDS = 0.2  # between two looks at a publisher that has nothing yet
 Publisher = str | PeerSource | Sequence[str] | Sequence[PeerSource]
 
 
-def publisher(place: Publisher, access: Access | None, same_host: bool) -> Origin:
+def publisher(place: Publisher, access: Access | None, same_host: bool) -> EndpointSource:
     """The endpoints or ranks that a caller names; `UsageError` for anything else."""
     listed = isinstance(place, Sequence) and not isinstance(place, str)
     several: list[object] = [*place] if listed else [place]  # type: ignore[misc]
@@ -45,9 +45,6 @@ def publisher(place: Publisher, access: Access | None, same_host: bool) -> Origi
     if urls and len(urls) == len(several):
         return EndpointSource(urls, access=access, same_host=same_host)
     raise UsageError(f"a publisher is a URL or Relay.peer(rank), or several of one kind: {place!r}")
-
-
-Origin = EndpointSource | PeerSource
 
 
 class StepIdentity(msgspec.Struct, array_like=True, frozen=True):
@@ -73,40 +70,34 @@ class NewestStep:
     """See `sources.seam.Source`: of the steps of a publisher the newest alone, if it is at least
     `floor`. One is made for each update."""
 
-    def __init__(self, origin: Origin, mirror: Mirror, floor: int, *, on_gpu: bool = False) -> None:
+    def __init__(
+        self, origin: EndpointSource, mirror: Mirror, floor: int, *, on_gpu: bool = False
+    ) -> None:
         """`on_gpu`: memory of a GPU of this host is read where the step is there."""
         self._origin, self._mirror, self._floor = origin, mirror, floor
         self.name, self.cost = origin.name, origin.cost
         self.device: DeviceSource | None = None
-        if on_gpu and isinstance(origin, EndpointSource):
+        if on_gpu and origin.lends_gpus:
             self.device = DeviceSource(origin)
         self.opened: RemoteStep | DeviceLentStep | None = None  # what was opened last
 
     def end(self, reason: str = "", nbytes: int = 0) -> None:
-        source = self.device or self._origin
-        if isinstance(source, PeerSource):
-            source.end(reason, nbytes)
-        else:
-            source.end(reason, nbytes, keep=not reason)
+        (self.device or self._origin).end(reason, nbytes, keep=not reason)
 
-    def for_another(self) -> EndpointSource | None:
+    def for_another(self) -> EndpointSource:
         """The servers for the next update, with the connections that were kept after this one."""
-        return self._origin.renewed() if isinstance(self._origin, EndpointSource) else None
-
-    @property
-    def endpoint(self) -> EndpointSource | None:
-        origin = self._origin
-        return origin.endpoint if isinstance(origin, PeerSource) else origin
+        return self._origin.renewed()
 
     def steps(self, deadline: Deadline) -> list[int]:
         """Waits for a step. Servers that cannot be reached are asked again until the deadline."""
         if (found := self._on_device(deadline)) is not None:
             return [found]
         while True:
-            newest, fault = -1, None
+            newest = -1
+            fault: RelayError | None = None
             try:
                 newest = max(self._origin.steps(deadline), default=-1)
-            except PeerLostError as lost:
+            except (PeerLostError, TransferTimeoutError) as lost:
                 fault = lost
             if newest >= max(self._floor, 0):
                 return [newest]
@@ -118,12 +109,11 @@ class NewestStep:
                     "see whether the publisher is alive",
                     phase="wait",
                 ) from fault
-            if newest >= 0 and self.endpoint is not None:
-                self.endpoint.wait(self._floor - 1, deadline)
+            if newest >= 0:
+                self._origin.wait(self._floor - 1, deadline)
             else:
                 time.sleep(LOOK_SECONDS)
-                if self.endpoint is not None:
-                    self.endpoint.failed.clear()
+                self._origin.failed.clear()
 
     def _on_device(self, deadline: Deadline) -> int | None:
         """The newest step, if it is in memory of a GPU, and lent from now on."""
@@ -141,8 +131,7 @@ class NewestStep:
         lent = None if self.device is None else self.device.lent
         if lent is not None and lent.lease.step == step:
             return StepIdentity.of(lent.lease)
-        known = ("", "") if self.endpoint is None else self.endpoint.digests_of(step)
-        return StepIdentity(step, *known)
+        return StepIdentity(step, *self._origin.digests_of(step))
 
     @property
     def taken(self) -> StepIdentity:
@@ -161,9 +150,7 @@ class NewestStep:
 
     def reported(self, loaded: Loaded) -> Loaded:
         """The result, with what each server gave."""
-        source = self.device or self.endpoint
-        assert source is not None
-        return source.reported(loaded, "parts")
+        return (self.device or self._origin).reported(loaded, "parts")
 
 
 class MirroredStep:

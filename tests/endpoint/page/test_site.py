@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from aiohttp import ClientSession
 
 import torchrelay as tr
+from torchrelay.cli.commands import watched as watched_places
 from torchrelay.cli.commands.watched import WatchedPlaces
 from torchrelay.endpoint.address import Address
 from torchrelay.endpoint.page.site import PageSite
@@ -63,3 +66,19 @@ def test_steps_on_disk_are_shown_to_who_has_the_token(tmp_path: Path) -> None:
     # Without a token, this user is let in, and no page of another name.
     found = asyncio.run(ask_all(watched, None))
     assert found["without"][0] == 200 and found["name"][0] == 401
+
+
+def test_a_directory_that_does_not_answer_is_given_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(watched_places, "ASK_SECONDS", 0.2)
+    watched = WatchedPlaces([str(tmp_path)])
+    (there,) = watched._places.values()
+    answers = threading.Event()
+    monkeypatch.setattr(there, "steps", lambda: answers.wait(30) and [])
+    try:
+        for look in (watched.status, watched.steps):
+            with pytest.raises(tr.errors.StorageTimeoutError, match="list the steps"):
+                look()
+    finally:
+        answers.set()

@@ -41,7 +41,7 @@ def no_stream() -> Iterator[NoStream]:
 
 @pytest.fixture(autouse=True)
 def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kernels, "copy", lambda moves, device, tables: copy_one_by_one(moves))
+    monkeypatch.setattr(kernels, "copy", lambda moves, device: copy_one_by_one(moves))
     monkeypatch.setattr(kernels, "digests", hash_on_host)
     monkeypatch.setattr(kernels, "device_bytes", lambda at, nbytes, device: at_address(at, nbytes))
     for module in (cuda_ipc, kernels):
@@ -145,10 +145,10 @@ def test_a_bit_that_flips_where_it_was_copied_to_is_found_in_its_chunk(
     victim = seed % len(scene.chunks)
     at = scene.chunks.offsets[victim] + scene.chunks.sizes[victim] - 1
 
-    def flipped(hashed: Any, device: int, tables: Any) -> torch.Tensor:
-        hash_on_host(hashed, device, tables)
+    def flipped(hashed: Any, device: int) -> torch.Tensor:
+        hash_on_host(hashed, device)
         scene.here[at] ^= 8
-        return hash_on_host(hashed.landed if hashed.copies else hashed, device, tables)
+        return hash_on_host(hashed.landed if hashed.copies else hashed, device)
 
     monkeypatch.setattr(kernels, "digests", flipped)
     scene.fetch._copy_device_memory(scene.every)

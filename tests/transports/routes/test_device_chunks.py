@@ -113,10 +113,10 @@ class Counts:
         """As if this rank's tensors lay on a GPU."""
         own = DeviceChunks.digests
 
-        def digests(self_: DeviceChunks, wanted: Any, tables: Any = None) -> dict[int, bytes]:
+        def digests(self_: DeviceChunks, wanted: Any) -> dict[int, bytes]:
             some = sorted(wanted)
             self.there += some
-            return own(self_, some, tables)
+            return own(self_, some)
 
         def on_host(data: torch.Tensor, *, cells: bool) -> bytes:
             self.here.append(data.numel())
@@ -196,13 +196,13 @@ def finds(rank: int, group: Any, often: int) -> Any:
         return ""
     flips, into = [0] * often, weights(2)
 
-    def flipped(hashed: Any, device: int, tables: Any) -> torch.Tensor:
+    def flipped(hashed: Any, device: int) -> torch.Tensor:
         if flips:
             flips.pop()
             base, end, _ = hashed.segments[hashed.segments[:, 0] > 0][-1].tolist()
             byte = ctypes.c_ubyte.from_address((base + end - 1) % (1 << 64))
             byte.value ^= 4
-        return hash_on_host(hashed, device, tables)
+        return hash_on_host(hashed, device)
 
     with Counts().watch(False), patched(kernels, digests=flipped):
         try:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 import typer
 
@@ -16,12 +16,11 @@ from torchrelay.cli.commands.contents import INCLUDE, check_matched
 from torchrelay.cli.commands.steps import PLACE, opened
 from torchrelay.cli.output import count, fail, plain, progress_bar, size
 from torchrelay.cli.sources import STEP, at_newest, instead, is_url, opened_source
-from torchrelay.inspection.file_kinds import kind_of
+from torchrelay.inspection.file_kinds import Kind, kind_of
 
 if TYPE_CHECKING:
     from torchrelay.inspection.seam import OpenedState
 
-Kind = Literal["torchrelay", "dcp", "torch", "safetensors"]
 SUFFIXES: dict[str, Kind] = {".safetensors": "safetensors", ".pt": "torch", ".pth": "torch"}
 TO = typer.Option(
     None,

@@ -15,6 +15,7 @@ from torchrelay.cli.output import in_words
 from torchrelay.cli.sources import is_url, opened_source
 from torchrelay.errors import EndpointError, UsageError
 from torchrelay.inspection.seam import Contents, OpenedState
+from torchrelay.memory.bounded import bounded
 from torchrelay.steps import epoch_seconds
 from torchrelay.stores.seam import Store
 
@@ -55,7 +56,7 @@ class WatchedPlaces:
         self._contents: dict[int, Contents] = {}
 
     def steps(self) -> list[int]:
-        found = {step for there in self._places.values() for step in there.steps()}
+        found = {step for there in self._places.values() for step in _steps(there)}
         if self._url is not None:
             found |= {one["step"] for one in self._endpoint()["steps"]}
         return sorted(found)
@@ -71,7 +72,7 @@ class WatchedPlaces:
     @contextmanager
     def source(self, step: int) -> Iterator[OpenedState]:
         for place, there in self._places.items():
-            if step in there.steps():
+            if step in _steps(there):
                 with opened_source(place, step) as source:
                     yield source
                 return
@@ -83,7 +84,7 @@ class WatchedPlaces:
     def status(self) -> dict[str, Any]:
         """The answer to `/status.json`: that of the endpoint, and steps on disk."""
         disks: list[dict[str, Any]] = [
-            {"url": there.url, "steps": [self._listed(there, step) for step in there.steps()]}
+            {"url": there.url, "steps": [self._listed(there, step) for step in _steps(there)]}
             for there in self._places.values()
         ]
         if self._url is not None:
@@ -122,7 +123,9 @@ class WatchedPlaces:
     def _listed(self, there: Store, step: int) -> dict[str, Any]:
         key = (there.url, step)
         if key not in self._facts or in_words(self._facts[key]):
-            facts = listed(there, step)
+            facts = bounded(
+                lambda: listed(there, step), ASK_SECONDS, "read the record", file=there.url
+            )
             self._facts[key] = {
                 "step": step,
                 "bytes": facts.get("bytes", 0),
@@ -132,3 +135,7 @@ class WatchedPlaces:
                 "unread": facts["unread"],
             }
         return self._facts[key]
+
+
+def _steps(there: Store) -> list[int]:
+    return bounded(there.steps, ASK_SECONDS, "list the steps", file=there.url)

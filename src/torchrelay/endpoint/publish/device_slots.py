@@ -19,7 +19,7 @@ from torchrelay.geometry.runs import Moves
 from torchrelay.memory.gpu import kernels
 from torchrelay.memory.gpu.block import DeviceBlock, rounded
 from torchrelay.memory.gpu.changes import Changes, can_find, find
-from torchrelay.memory.gpu.kernels import CudaError, Tables
+from torchrelay.memory.gpu.kernels import CudaError
 from torchrelay.memory.gpu.side import on_side_stream, side_stream
 from torchrelay.memory.gpu.spare import room_beside_training
 from torchrelay.memory.gpu.volumes import split_by_volume, table_of_volumes
@@ -48,7 +48,6 @@ class DeviceSlot:
             self.block.close()
             raise
         self.export = DeviceExport(found.id, found.device, found.handle, nbytes)
-        self._tables = Tables()
         self._hashed: tuple[torch.cuda.Event, torch.Tensor] | None = None  # of what was copied
 
     def fill(self, streams: Sequence[Stream], volumes: Sequence[Volume]) -> None:
@@ -71,11 +70,11 @@ class DeviceSlot:
                     self.block.view(volume.start + low, high - low).zero_()
             if rows:
                 columns = np.array(rows, np.uint64).T
-                kernels.copy(Moves(*columns), device, self._tables)
+                kernels.copy(Moves(*columns), device)
             copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
             copied.record()
             table = table_of_volumes(self.block.address, volumes)
-            found = kernels.digests(table, device, self._tables)
+            found = kernels.digests(table, device)
             hashed = torch.cuda.Event()  # type: ignore[no-untyped-call]
             hashed.record()
             self._hashed = hashed, found
@@ -108,7 +107,7 @@ class DeviceSlot:
         ]
         device = self.block.device
         with torch.cuda.device(device), on_side_stream():
-            return find(before.block.address, self.block.address, placed, device, self._tables)
+            return find(before.block.address, self.block.address, placed, device)
 
     def copy_to(self, arena: torch.Tensor, nbytes: int) -> None:
         """Copy everything to pinned host memory."""

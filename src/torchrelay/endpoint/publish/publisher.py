@@ -46,7 +46,6 @@ class _Offer(msgspec.Struct, array_like=True):
     """A rank at the beginning of a publish."""
 
     url: str
-    left: float
     report: bytes
 
 
@@ -54,7 +53,6 @@ class _Begin(msgspec.Struct, array_like=True):
     """The coordinator's answer: the server of each rank, or why the step is skipped."""
 
     urls: list[str]
-    left: float
     decision: bytes
     skipped: str
 
@@ -221,18 +219,16 @@ class Publisher:
             except EndpointError:  # the server was lost just now
                 self._have_server(deadline)
                 report = self._server.report(deadline)
-            return _encode(_Offer(self._server.url, deadline.left(), report))
+            return _encode(_Offer(self._server.url, report))
 
         def decide(said: list[bytes]) -> list[bytes]:
             offers = [decoded(_offer, data, rank) for rank, data in enumerate(said)]
-            deadline.hasten(min(offer.left for offer in offers))
             urls = [offer.url for offer in offers]
             decision, why = self._server.choose([offer.report for offer in offers], urls, step)
-            return [_encode(_Begin(urls, deadline.left(), decision, why))] * len(said)
+            return [_encode(_Begin(urls, decision, why))] * len(said)
 
         call.at("agreeing on a publish")
         found = decoded(_begin, call.round("begin", mine, decide, deadline), COORDINATOR)
-        deadline.hasten(found.left)
         urls = list(dict.fromkeys(found.urls))
         if urls != self.urls:
             with call.reporting("plan", deadline):

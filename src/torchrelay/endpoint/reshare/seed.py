@@ -17,7 +17,6 @@ from torchrelay.endpoint.server.messages import Listen, Show, StepRecord, laid_o
 from torchrelay.endpoint.server.snapshots import Arrivals
 from torchrelay.endpoint.server.step_server import StepServer
 from torchrelay.memory.arena import Arena
-from torchrelay.memory.kept_ranges import KeptRanges
 from torchrelay.memory.pages import PAGE
 from torchrelay.owner import Owner
 from torchrelay.record.schema import VolumeRecord
@@ -51,7 +50,6 @@ class Seed:
         # Views of it keep it: bytes that are on their way when the seed is closed have a place.
         memory: Any = self._arena.tensor.numpy()
         self._memory = memoryview(memory)
-        self._kept = KeptRanges(self._arena.fd, self._arena.nbytes)
         self._server: StepServer | None = None
 
     @property
@@ -92,7 +90,6 @@ class Seed:
             prot=mmap.PROT_READ | mmap.PROT_WRITE,
             offset=first,
         )
-        self._kept.add(private, first, last)
         return memoryview(private)[at - first :]
 
     def reader(self, name: str) -> MappedReader:
@@ -101,7 +98,7 @@ class Seed:
         return MappedReader(self._arena.fd, volume.start, volume.nbytes)
 
     def close(self) -> None:
-        """Stop serving, and free the memory."""
+        """Stop serving, and free the memory, or have it freed with the last tensor in it."""
         if self.closed.is_set() or not self._owner.here:
             return
         self.closed.set()
@@ -113,7 +110,6 @@ class Seed:
                 service.hide(snapshot, 0)
             self._server.close()
             service.snapshots.detach(0)
-        self._kept.shrink()
         self._arena.close()
 
     def __enter__(self) -> Seed:

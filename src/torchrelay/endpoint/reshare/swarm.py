@@ -2,8 +2,8 @@
 
 The endpoint names all who fetch the step. The pieces are divided among them: each asks the endpoint
 for its own share, and the others for theirs, where it waits for what is still arriving. A neighbour
-that has the whole step is asked for anything. Where nothing arrives for a moment, the endpoint is
-asked for any piece; neighbours that are slow, late or wrong lose their share and are dropped.
+that has the whole step is asked for anything. The endpoint gives what a neighbour does not give in
+time; neighbours that are slow, late or wrong are dropped.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ from torchrelay.sources.access import Access
 from torchrelay.sources.connection import Answered, Host, Reply
 from torchrelay.sources.endpoint import EndpointSource
 from torchrelay.sources.lent_memory import MappedReader
-from torchrelay.sources.peer import PeerSource
-from torchrelay.sources.remote_step import ArrivingChunks, HttpSupplier, RemoteStep
+from torchrelay.sources.remote_step import ArrivingChunks, RemoteStep, Supplier
 from torchrelay.sources.seam import Opened, Source
+from torchrelay.stores.reading.chunks import whole_chunks
 
 PIECE_BYTES = 2 << 20
 ASK_SECONDS = 0.2  # between two questions who there is, in the first seconds, and
@@ -41,13 +41,11 @@ ANNOUNCE_SECONDS = 3.0  # between two announcements, once all of the step is her
 GREET_SECONDS = 1.0  # for a neighbour to answer
 WAIT_SECONDS = 1.5  # that a neighbour waits for a piece which is on its way to it
 REST_SECONDS = 0.1  # between two questions to a neighbour that does not have a piece
-GRACE_SECONDS = 1.0  # without a piece, after which the endpoint is asked for any of them
 SLOW_SECONDS = 3.0  # that a piece from a neighbour may take, and
 SLOWER = 8  # times as long as pieces take on average
-STRIKES = 2  # after which a neighbour is left alone
-MISSES = 10  # pieces in a row that a neighbour does not have, which count as a strike
-WORKERS = 9
-CONNECTIONS = 9  # shared by the endpoint and all neighbours
+MISSES = 10  # pieces in a row that a neighbour does not have, after which it is left alone, or
+STRIKES = 2  # that it does not give in time
+WORKERS = 9  # and connections, shared by the endpoint and all neighbours
 MAX_SEEDS = 64
 _GREET_AT_ONCE = 8
 
@@ -59,45 +57,28 @@ _answer = msgspec.json.Decoder(SeedAnswer)
 
 
 class Piece(NamedTuple):
-    """Chunks [first, last) of a volume; `number`: of the first among all chunks."""
+    """Whole chunks of a volume: bytes [start, stop). `number`: of the first chunk among all."""
 
     file: VolumeRecord
-    first: int
-    last: int
+    start: int
+    stop: int
     number: int
-
-    @property
-    def span(self) -> tuple[int, int]:
-        size = self.file.chunk_bytes
-        return self.first * size, min(self.last * size, self.file.nbytes)
 
 
 def pieces_of(files: Sequence[VolumeRecord]) -> list[Piece]:
     found, number = [], 0
     for file in files:
-        several = max(1, PIECE_BYTES // file.chunk_bytes)
-        for first in range(0, file.chunks, several):
-            last = min(first + several, file.chunks)
-            found.append(Piece(file, first, last, number + first))
+        for start, stop in whole_chunks(file, [(0, file.nbytes)], PIECE_BYTES):
+            found.append(Piece(file, start, stop, number + start // file.chunk_bytes))
         number += file.chunks
     return found
 
 
-class Neighbour(HttpSupplier):
-    """Another puller of the same step, or the endpoint. `failures` are its strikes."""
+class Neighbour(Supplier):
+    """Another puller of the same step, or the endpoint."""
 
-    def __init__(self, host: Host, snapshot: str) -> None:
-        super().__init__(host, snapshot, wait=WAIT_SECONDS)
-        self.answered = False  # whether it is known to be there
-        self.complete = False  # whether it says that it has the whole step
-        self.misses = 0
-
-    def strike(self, why: str) -> None:
-        self.failures += 1
-        self.complete = False
-        self.rests_until = time.monotonic() + 10 * REST_SECONDS
-        if self.failures >= STRIKES:
-            self.dropped = self.dropped or why
+    answered = False  # whether it is known to be there
+    complete = False  # whether it says that it has the whole step
 
 
 class Swarm:
@@ -118,12 +99,11 @@ class Swarm:
         self._numbers = np.arange(len(self._pieces))
         self._first_chunks = [piece.number for piece in self._pieces]
         self._open: Flags = np.ones(len(self._pieces), bool)  # neither here nor on their way
-        self._left = len(self._pieces)
         self._endpoint = Neighbour(origin, remote.snapshot)
-        self._fed = time.monotonic()  # when a piece last arrived
         self._typical = 0.0  # seconds that a piece takes
-        self._changed = threading.Condition()
+        self._lock = threading.RLock()
         self._neighbours: dict[str, Neighbour] = {}
+        endpoint.helpers = self._neighbours.values()
         self._over = threading.Event()
         access = endpoint.access if origin.tls else Access(token=endpoint.access.secret())
         files = remote.record.volumes
@@ -138,49 +118,38 @@ class Swarm:
             share_out(range(WORKERS), lambda: self._work, WORKERS)
         finally:
             self.stop()
-        if self._left:
+        if self._open.any():
             raise TransferTimeoutError("the step was given up", phase="data")
 
     def stop(self) -> None:
         """Fetch no more: `run` raises, unless it has finished."""
         self._over.set()
-        with self._changed:
-            self._changed.notify_all()
 
     def expects(self, chunk: int) -> bool:
         """Whether a chunk is on its way here, or will be soon."""
-        with self._changed:
+        with self._lock:
             index = int(np.searchsorted(self._first_chunks, chunk, side="right")) - 1
             if self._over.is_set() or index < 0:
                 return False
             return not self._open[index] or bool(self._share(self.seed.url)[index])
-
-    @property
-    def supplied(self) -> dict[str, int]:
-        return {url: one.bytes for url, one in self._neighbours.items() if one.bytes}
-
-    @property
-    def faulty(self) -> dict[str, str]:
-        return {url: one.dropped for url, one in self._neighbours.items() if one.dropped}
 
     # Other pullers of the step.
 
     def meet(self, url: str) -> None:
         """Another puller has announced itself here."""
         if (one := self._learn(url)) is not None:
-            with self._changed:
-                one.answered = True
-                self._changed.notify_all()
+            one.answered = True
 
     def _learn(self, url: str) -> Neighbour | None:
         """The neighbour at a URL; None for this process itself, one too many, or a bad URL."""
-        with self._changed:
+        with self._lock:
             if url not in self._neighbours:
                 many = len(self._neighbours) >= MAX_SEEDS
                 if many or url == self.seed.url or self._over.is_set():
                     return None
                 try:
-                    self._neighbours[url] = Neighbour(self._connect(url), self._remote.snapshot)
+                    made = Neighbour(self._connect(url), self._remote.snapshot, WAIT_SECONDS)
+                    self._neighbours[url] = made
                 except UsageError:
                     return None
             return self._neighbours[url]
@@ -201,24 +170,20 @@ class Swarm:
 
     def _look_around(self) -> None:
         """Have the endpoint name this puller to others, and others to this one. Greet those that
-        are new, and those that may have the whole step by now."""
+        are new."""
         with suppress(*_FAULTS):
             for url in self._announce_to(self._origin).seeds[:MAX_SEEDS]:
                 self._learn(url)
-        idle = time.monotonic() - self._fed > GRACE_SECONDS / 2
-        every = [one for one in list(self._neighbours.values()) if not one.dropped]
-        some = [one for one in every if not one.answered or (idle and not one.complete)]
+        every = list(self._neighbours.values())
+        some = [one for one in every if not one.answered and not one.dropped]
         Crew(_GREET_AT_ONCE).each(self._greet, some)
 
     def _greet(self, one: Neighbour) -> None:
         try:
-            answer = self._announce_to(one.host)
+            one.complete = self._announce_to(one.host).complete
+            one.answered = True
         except _FAULTS as fault:
             one.dropped = one.dropped or f"does not answer: {fault}"
-            return
-        with self._changed:
-            one.answered, one.complete = True, answer.complete and not one.failures
-            self._changed.notify_all()
 
     def _announce_to(self, host: Host) -> SeedAnswer:
         answer = self._post(host, GREET_SECONDS)
@@ -233,9 +198,8 @@ class Swarm:
         return [one for one in every if one.answered and not one.dropped]
 
     def _share(self, url: str) -> Flags:
-        """The pieces that one puller asks the endpoint for; none for pullers with a strike."""
-        able = [one.host.url for one in self._alive() if not one.failures]
-        everybody = sorted([self.seed.url, *able])
+        """The pieces that one puller asks the endpoint for."""
+        everybody = sorted([self.seed.url, *(one.name for one in self._alive())])
         if url not in everybody:
             return np.zeros(len(self._pieces), bool)
         mine: Flags = self._numbers % len(everybody) == everybody.index(url)
@@ -245,87 +209,79 @@ class Swarm:
 
     def _work(self, number: int) -> None:
         while not self._over.is_set():
-            if self._deadline.passed:
-                raise TransferTimeoutError("no time is left to fetch the step", phase="data")
-            with self._changed:
-                index, giver = self._choose(time.monotonic())
+            with self._lock:
+                index, giver = self._choose()
                 if index is None:
-                    if not self._left:
-                        return
-                    self._changed.wait(REST_SECONDS)
-                    continue
+                    return  # other workers fetch what is left
                 self._open[index] = False
                 giver.active += 1
             done = False
             try:
                 done = self._fetch(self._pieces[index], giver)
             finally:
-                with self._changed:
+                with self._lock:
                     giver.active -= 1
                     self._open[index] = not done
-                    self._left -= done
-                    self._fed = time.monotonic() if done else self._fed
-                    self._changed.notify_all()
+            if not done:
+                self._over.wait(REST_SECONDS)
 
-    def _choose(self, now: float) -> tuple[int | None, Neighbour]:
-        """A piece to fetch, and from whom."""
-        alive = self._alive()
-        most = max(1, CONNECTIONS // (1 + len(alive)))
-        endpoint_is_free = self._endpoint.active < most
-        if endpoint_is_free and now - self._fed > GRACE_SECONDS:
-            return _first(self._open), self._endpoint
-        free = [one for one in alive if one.active < most and one.rests_until <= now]
-        free.sort(key=lambda one: (one.active, one.bytes))
+    def _choose(self) -> tuple[int | None, Neighbour]:
+        """A piece to fetch, and from whom. Pieces of all pullers are on their way at any time: what
+        one of them has, the others get while it asks the endpoint for more."""
+        alive = sorted(self._alive(), key=lambda one: (one.active, one.bytes))
         mine = _first(self._open & self._share(self.seed.url))
-        whole = next((one for one in free if one.complete), None)
-        if mine is not None and (whole is not None or endpoint_is_free):
+        whole = next((one for one in alive if one.complete), None)
+        is_free = self._endpoint.active < max(1, WORKERS // (1 + len(alive)))
+        if mine is not None and (whole is not None or is_free):
             return mine, whole or self._endpoint
-        for one in free:
-            index = _first(self._open if one.complete else self._open & self._share(one.host.url))
+        for one in alive:
+            index = _first(self._open if one.complete else self._open & self._share(one.name))
             if index is not None:
                 return index, one
-        return None, self._endpoint
+        return mine, self._endpoint
 
     def _fetch(self, piece: Piece, giver: Neighbour) -> bool:
         """Whether a piece has arrived; others may have it then."""
-        start, stop = piece.span
-        view = self.seed.space(piece.file.name, start, stop)
+        file, start, stop, number = piece
+        view = self.seed.space(file.name, start, stop)
         begun = time.monotonic()
-        if giver is self._endpoint:
-            self._remote.reader(piece.file.name).read_into(start, [view])
-        elif not self._from_neighbour(piece, giver, view):
+        try:
+            given = giver is not self._endpoint and self._from_neighbour(piece, giver, view)
+        except Answered:
             return False
+        if not given:
+            self._remote.reader(file.name).read_into(start, [view])
         spent = time.monotonic() - begun
         self._typical = spent if not self._typical else 0.9 * self._typical + 0.1 * spent
-        self.seed.add(piece.number, piece.last - piece.first)
+        self.seed.add(number, -(-(stop - start) // file.chunk_bytes))
         self._progress(stop - start)
         return True
 
     def _from_neighbour(self, piece: Piece, giver: Neighbour, view: memoryview) -> bool:
-        start, stop = piece.span
-        chunks = ArrivingChunks(piece.file, start, [view])
+        """Whether a neighbour gave a piece. `Answered` where it does not have it yet: it may be
+        late, or its list of neighbours differs for a moment."""
+        file, start, stop, _ = piece
+        chunks = ArrivingChunks(file, start)
         seconds = WAIT_SECONDS + max(SLOW_SECONDS, SLOWER * self._typical)
         seconds = max(min(seconds, self._deadline.left()), 0.01)
         begun = time.monotonic()
         try:
-            for nbytes in giver.read(piece.file.name, start, [view], seconds=seconds):
-                if not chunks.add(nbytes):
-                    giver.dropped = f"wrong digest of {piece.file.name} at byte {chunks.at}"
+            for part in giver.read(file.name, start, [view], seconds=seconds):
+                if not chunks.add(part):
+                    giver.dropped = f"wrong digest of {file.name} at byte {chunks.at}"
                     return False
-        except Answered as answer:
-            # Its list of neighbours may differ for a moment; else it has lied, or is late.
-            giver.misses += 1
-            giver.rests_until = time.monotonic() + REST_SECONDS
-            waited = time.monotonic() - begun > WAIT_SECONDS / 2
-            if giver.complete or waited or giver.misses >= MISSES:
-                giver.misses = 0
-                giver.strike(str(answer))
-            return False
-        except (OSError, EndpointError) as fault:
-            giver.strike(str(fault) or type(fault).__name__)
+        except (Answered, OSError, EndpointError) as fault:
+            lacks = isinstance(fault, Answered)
+            at_once = lacks and time.monotonic() - begun < WAIT_SECONDS / 2
+            giver.failures += 1 if at_once else MISSES // STRIKES
+            giver.complete = False
+            if giver.failures >= MISSES:
+                giver.dropped = giver.dropped or str(fault) or type(fault).__name__
+            if lacks:
+                raise
             return False
         giver.bytes += stop - start
-        giver.misses = 0
+        giver.failures = 0
         return True
 
 
@@ -333,11 +289,9 @@ def _first(wanted: Flags) -> int | None:
     return int(np.argmax(wanted)) if wanted.any() else None
 
 
-def can_be_seeded(source: Source) -> TypeGuard[EndpointSource | PeerSource]:
+def can_be_seeded(source: Source) -> TypeGuard[EndpointSource]:
     """Whether pullers of a source can pass its steps on. Seeds of https endpoints need their own
     certificate."""
-    if isinstance(source, PeerSource):
-        return True
     if not isinstance(source, EndpointSource) or source.job:
         return False
     return source.access.tls or not any(host.tls for host in source.hosts)
@@ -349,15 +303,13 @@ class SeedingSource:
     A step that is in memory of this host is opened as it is. See `sources.seam.Source`.
     """
 
-    def __init__(
-        self, source: EndpointSource | PeerSource, progress: ProgressCallback | None = None
-    ) -> None:
+    def __init__(self, source: EndpointSource, progress: ProgressCallback | None = None) -> None:
         if not can_be_seeded(source):
             raise UsageError(
                 "reshare=True from https needs Access(certfile=): others verify this seed by it"
             )
         self._source, self._progress = source, progress
-        self.steps, self.end = source.steps, source.end
+        self.steps, self.wait, self.end = source.steps, source.wait, source.end
         self.swarm: Swarm | None = None
 
     @property
@@ -372,13 +324,9 @@ class SeedingSource:
         remote = self._source.open(step, deadline)
         if remote.mapped:
             return remote
-        endpoint = self._source
-        if isinstance(endpoint, PeerSource):
-            assert endpoint.endpoint is not None
-            endpoint = endpoint.endpoint
         self.close()
         progress = Bar(self._progress, remote.record.volume_bytes).add
-        self.swarm = swarm = Swarm(endpoint, remote, deadline, progress)
+        self.swarm = swarm = Swarm(self._source, remote, deadline, progress)
         swarm.run(step)
         return SeededStep(swarm.seed, remote)
 

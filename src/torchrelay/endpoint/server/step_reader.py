@@ -13,7 +13,7 @@ from torchrelay.endpoint.server.snapshots import ServedSnapshot
 from torchrelay.errors import EndpointError, RelayError
 from torchrelay.sources.access import Access
 from torchrelay.sources.connection import Host
-from torchrelay.sources.remote_step import HttpSupplier, RemoteReader, Suppliers
+from torchrelay.sources.remote_step import RemoteReader, Supplier, Suppliers
 from torchrelay.stores.local.files import through
 
 if TYPE_CHECKING:
@@ -29,7 +29,7 @@ class RankReader:
 
     def __init__(self, snapshot: ServedSnapshot, access: Access, reader: str = "") -> None:
         self._snapshot, self._access, self._reader = snapshot, access, reader
-        self._servers: dict[str, HttpSupplier] = {}
+        self._servers: dict[str, Supplier] = {}
         self.stopped = threading.Event()
 
     def read_into(
@@ -39,7 +39,7 @@ class RankReader:
         if url not in self._servers:
             token, context = self._access.token, self._access.client_context()
             host = Host(url, token=token, context=context, reader=self._reader)
-            self._servers[url] = HttpSupplier(host, self._snapshot.id)
+            self._servers[url] = Supplier(host, self._snapshot.id)
         what = f"step {self._snapshot.step}"
         suppliers = Suppliers({volume.name: [self._servers[url]]}, deadline, what)
         suppliers.stopped = self.stopped

@@ -17,9 +17,9 @@ import torch
 from torchrelay.memory.gpu.kernels import (
     BLOCKS_PER_PROCESSOR,
     CudaError,
-    Tables,
     functions,
     launch,
+    on_device,
 )
 
 SIZES = (1, 2, 4, 8, 16)  # bytes of an element
@@ -76,7 +76,7 @@ class Changes(NamedTuple):
         return int(_counts(self.bits).sum())
 
 
-def find(before: int, after: int, fields: Sequence[Field], device: int, tables: Tables) -> Changes:
+def find(before: int, after: int, fields: Sequence[Field], device: int) -> Changes:
     """Ask a device, on its current stream, which elements differ between the memory at two
     addresses. Fields are of whole elements."""
     places, end = [], 0
@@ -95,7 +95,7 @@ def find(before: int, after: int, fields: Sequence[Field], device: int, tables: 
             table = np.concatenate(rows)
             if len(table):
                 grid = min(loaded.processors * BLOCKS_PER_PROCESSOR, len(table))
-                there = tables.of(table, device)
+                there = on_device(table, device)
                 launch(loaded.find[size], grid, _THREADS, [there.data_ptr(), len(table)])
     return Changes(bits, places, list(fields))
 

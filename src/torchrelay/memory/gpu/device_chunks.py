@@ -12,7 +12,7 @@ import numpy as np
 
 from torchrelay.geometry.chunks import Chunks
 from torchrelay.geometry.runs import Runs
-from torchrelay.memory.gpu.kernels import Tables, by_device, digests_of
+from torchrelay.memory.gpu.kernels import by_device, digests_of
 
 
 class DeviceChunks:
@@ -39,7 +39,7 @@ class DeviceChunks:
         """The chunks that lie on one GPU."""
         return {chunk for chunk, found in self._device.items() if found == device}
 
-    def digests(self, wanted: Iterable[int], tables: Tables | None = None) -> dict[int, bytes]:
+    def digests(self, wanted: Iterable[int]) -> dict[int, bytes]:
         """Of some of them, of what lies there now: whoever asks has waited for who writes there."""
         found: dict[int, bytes] = {}
         some = sorted(wanted)
@@ -48,6 +48,6 @@ class DeviceChunks:
             if mine:
                 starts = [self._chunks.offsets[chunk] for chunk in mine]
                 sizes = [self._chunks.sizes[chunk] for chunk in mine]
-                made = digests_of(memory, starts, sizes, device, tables=tables)
+                made = digests_of(memory, starts, sizes, device)
                 found |= zip(mine, made, strict=True)
         return found

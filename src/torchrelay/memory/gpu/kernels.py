@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import ctypes
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from itertools import pairwise
@@ -121,38 +121,14 @@ def warm_up(device: int) -> None:
         threading.Thread(target=kernels, args=(device,), daemon=True).start()
 
 
-class Tables:
-    """Tables of addresses as the kernels take them. The last few are kept on the device; they keep
-    no memory alive but their own."""
-
-    def __init__(self) -> None:
-        self._kept: list[tuple[int, Numbers, torch.Tensor]] = []
-        self._lock = threading.Lock()
-
-    def of(self, table: Numbers, device: int) -> torch.Tensor:
-        """The numbers on the device, in one dimension."""
-        with self._lock:
-            same = (
-                one
-                for one in self._kept
-                if one[0] == device and (one[1] is table or np.array_equal(one[1], table))
-            )
-            found = next(same, None)
-            if found is None:
-                flat = np.ascontiguousarray(table).view(np.int64).reshape(-1)
-                there = torch.from_numpy(flat).to(f"cuda:{device}")
-                torch.cuda.current_stream(device).synchronize()
-                found = device, table, there
-            others = [one for one in self._kept if one is not found]
-            self._kept = [*others, found][-TABLES_KEPT:]
-            return found[2]
-
-    def close(self) -> None:
-        with self._lock:
-            self._kept.clear()
+def on_device(table: Numbers, device: int) -> torch.Tensor:
+    """Numbers as the kernels take them: on the device, in one dimension. The memory outlives the
+    kernel that is launched next, since torch reuses it in the order of the stream."""
+    flat = np.ascontiguousarray(table).view(np.int64).reshape(-1)
+    return torch.from_numpy(flat).to(f"cuda:{device}")
 
 
-def copy(moves: Moves, device: int, tables: Tables) -> None:
+def copy(moves: Moves, device: int) -> None:
     """Ask a device, on its current stream, to copy memory of its own by address."""
     with torch.cuda.device(device):
         loaded = kernels(device)
@@ -164,7 +140,7 @@ def copy(moves: Moves, device: int, tables: Tables) -> None:
         cut = moves.cut(TILE)
         if len(cut.nbytes):
             rows = np.stack([cut.sources, cut.destinations, cut.nbytes], axis=1)
-            table = tables.of(rows, device)
+            table = on_device(rows, device)
             grid = min(loaded.processors * BLOCKS_PER_PROCESSOR, len(rows))
             launch(loaded.copy, grid, COPY_THREADS, [table.data_ptr(), len(rows)])
 
@@ -226,6 +202,30 @@ class ChunkTable:
         return cls(np.concatenate((chunks.ravel(), segments.ravel())), len(starts), copies)
 
 
+class LastTables:
+    """The last few tables, by the columns that they were made of: a state that is sent again lies
+    where it lay, and comparing columns is faster than making a table. Threads may share it."""
+
+    def __init__(self) -> None:
+        self._made: list[tuple[Numbers, ChunkTable]] = []
+        self._lock = threading.Lock()
+
+    def made(self, columns: Sequence[Column], make: Callable[[], ChunkTable]) -> ChunkTable:
+        """The table that was made of these columns, or is made now."""
+        key = np.concatenate((np.array([len(column) for column in columns], np.uint64), *columns))
+        with self._lock:
+            same = (table for known, table in self._made if np.array_equal(known, key))
+            if (found := next(same, None)) is not None:
+                return found
+        made = make()
+        with self._lock:
+            self._made = [*self._made, (key, made)][-TABLES_KEPT:]
+        return made
+
+
+_last = LastTables()
+
+
 def _bases(memory: Runs, low: Column, begin: Column) -> Column:
     """Where the chunks that begin there would begin, by where these bytes of them are; 0 where they
     are nowhere."""
@@ -245,7 +245,7 @@ def in_words(moves: Moves) -> bool:
     return bool(odd * 64 <= moves.nbytes.sum())
 
 
-def digests(hashed: ChunkTable, device: int, tables: Tables) -> torch.Tensor:
+def digests(hashed: ChunkTable, device: int) -> torch.Tensor:
     """Ask a device, on its current stream, for the digest of each chunk: rows of bytes there. What
     the table has copied is copied first, and hashed where it has come to lie."""
     count = hashed.count
@@ -258,7 +258,7 @@ def digests(hashed: ChunkTable, device: int, tables: Tables) -> torch.Tensor:
             return _digests_on_host(hashed, device).to(f"cuda:{device}")
         found = torch.empty(count, DIGEST_BYTES, dtype=torch.uint8, device="cuda")
         if count:
-            both = tables.of(hashed.numbers, device)
+            both = on_device(hashed.numbers, device)
             segments = both.data_ptr() + hashed.chunks.nbytes
             numbers = [both.data_ptr(), count, segments, found.data_ptr()]
             kernel = loaded.copy_and_hash if hashed.copies else loaded.hash
@@ -280,18 +280,18 @@ def digests_of(
     sizes: Sequence[int],
     device: int,
     to: Runs | None = None,
-    tables: Tables | None = None,
 ) -> list[bytes]:
     """`record.digest.digest`, with cells, of chunks in the order of the stream, none of them empty:
     made by the device that has their bytes. Bytes outside of the memory are zeros. With `to`, the
-    same bytes are first copied there, and hashed in their new location. `tables` caches the
-    description of the memory on the device for the next call."""
+    same bytes are first copied there, and hashed in their new location."""
     if not len(starts):
         return []
     begin, end, edges = cells_of(starts, sizes)
-    table = ChunkTable.of(memory, begin, end, to)
+    places = [memory] if to is None else [memory, to]
+    columns = [column for runs in places for column in (runs.starts, runs.stops, runs.addresses)]
+    table = _last.made([begin, end, *columns], lambda: ChunkTable.of(memory, begin, end, to))
     with torch.cuda.device(device), side_stream():
-        cells = digests(table, device, tables or Tables()).cpu().numpy().tobytes()
+        cells = digests(table, device).cpu().numpy().tobytes()
     return [
         joined(cells[DIGEST_BYTES * low : DIGEST_BYTES * high]) for low, high in pairwise(edges)
     ]

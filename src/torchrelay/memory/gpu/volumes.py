@@ -11,7 +11,7 @@ import torch
 from torchrelay.geometry import DIGEST_BYTES
 from torchrelay.geometry.runs import Runs
 from torchrelay.memory.gpu import kernels
-from torchrelay.memory.gpu.kernels import ChunkTable, Tables
+from torchrelay.memory.gpu.kernels import ChunkTable
 from torchrelay.memory.gpu.side import side_stream
 
 
@@ -47,10 +47,8 @@ def split_by_volume(digests: bytes, volumes: Sequence[PlacedVolume]) -> list[byt
     return found
 
 
-def digests_of_volumes(
-    address: int, volumes: Sequence[PlacedVolume], device: int, tables: Tables
-) -> list[bytes]:
+def digests_of_volumes(address: int, volumes: Sequence[PlacedVolume], device: int) -> list[bytes]:
     """XXH3-128 of each volume's chunks, in ascending order of the volumes' starts."""
     with torch.cuda.device(device), side_stream():
-        found = kernels.digests(table_of_volumes(address, volumes), device, tables).cpu()
+        found = kernels.digests(table_of_volumes(address, volumes), device).cpu()
     return split_by_volume(found.numpy().tobytes(), volumes)

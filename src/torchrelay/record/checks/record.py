@@ -120,10 +120,7 @@ def _check_leaves(record: Record, mode: Mode, limits: TreeLimits) -> None:
     rows = _Rows(record, mode, table.leaves)
     for outline in record.outlines:
         rows.check_outline(outline)
-    for one in record.differences:
-        outline = record.outlines[record.ranks[one.rank]]
-        at, images = np.array(one.images, np.int64).reshape(-1, 2).T
-        rows.check(outline.row_kinds[at], images, outline.row_offsets[at])
+    rows.check_differences()
     rows.check(
         np.array(kinds, np.int64) + len(record.kinds),
         np.array([part.storage for part in parts], np.int64),
@@ -198,6 +195,18 @@ class _Rows:
         if rows and int(self._more[outline.row_kinds].sum()) > MAX_MORE_DIMS:
             raise ManifestError("too many tensors of many dimensions")
         self.check(outline.row_kinds, outline.row_images, outline.row_offsets)
+
+    def check_differences(self) -> None:
+        """Raise `ManifestError` unless the images that ranks have of their own fit their rows."""
+        record = self._record
+        found: list[tuple[Numbers, Numbers, Numbers]] = []
+        for one in record.differences:
+            if one.images:
+                outline = record.outlines[record.ranks[one.rank]]
+                at, images = np.array(one.images, np.int64).T
+                found.append((outline.row_kinds[at], images, outline.row_offsets[at]))
+        if found:  # all at once: there may be thousands of ranks
+            self.check(*map(np.concatenate, zip(*found, strict=True)))
 
     def check(self, kinds: Numbers, images: Numbers, offsets: Numbers) -> None:
         """Raise `ManifestError` unless each leaf is all of its image, or a view inside of one of

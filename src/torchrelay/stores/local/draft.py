@@ -175,18 +175,16 @@ class LocalSink:
         self._path, self._files, self._nbytes = path, files, nbytes
         self._handles: Handles[_WrittenFile] = Handles() if handles is None else handles
         self._ended = False
-        with named(path), self._handles.lent(path, lambda: self._opened(files.create)):
+        with named(path), self._lent(files.create):
             pass
 
-    def _opened(self, open_: Callable[[str], int]) -> _WrittenFile:
-        return _WrittenFile(open_(self._path), self._path, self._files)
-
-    def _lent(self) -> AbstractContextManager[_WrittenFile]:
+    def _lent(self, open_: Callable[[str], int]) -> AbstractContextManager[_WrittenFile]:
         assert not self._ended
-        return self._handles.lent(self._path, lambda: self._opened(self._files.reopen))
+        path, files = self._path, self._files
+        return self._handles.lent(path, lambda: _WrittenFile(open_(path), path, files))
 
     def write(self, position: int, buffers: Sequence[Buffer]) -> None:
-        with named(self._path), self._lent() as file:
+        with named(self._path), self._lent(self._files.reopen) as file:
             self._files.write(file.fd, buffers, position)
             end = position + sum(map(len, buffers))
             if end // WRITE_OUT_BYTES > position // WRITE_OUT_BYTES:
@@ -194,7 +192,7 @@ class LocalSink:
                 self._files.write_out(file.fd, begin, WRITE_OUT_BYTES)
 
     def finish(self) -> None:
-        with named(self._path), self._lent() as file:
+        with named(self._path), self._lent(self._files.reopen) as file:
             self._files.sync(file.fd)
             size = os.fstat(file.fd).st_size
             if size != self._nbytes:

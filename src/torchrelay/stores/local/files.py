@@ -123,12 +123,12 @@ def atomic_file(path: Path) -> Iterator[BinaryIO]:
         temporary.unlink(missing_ok=True)
 
 
-def open_plain(path: str, within: int | None, more: int = 0) -> int:
+def open_plain(path: str, within: int | None) -> int:
     """Open a plain file to read, by its name in a directory that is open.
 
     Whatever else has its name is refused, without a wait for whoever may write to it.
     """
-    flags = os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC | more
+    flags = os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
     try:
         fd = os.open(Path(path).name, flags, dir_fd=within)
     except OSError as fault:

@@ -63,9 +63,13 @@ class StepRoot:
         found: Listing = {}
         for name, number in self.names().items():
             step, moved = _step_of(name)
-            if step is not None and not (moved and (self.path / name).is_symlink()):
-                found.setdefault(step, []).append((name, number))
-        return {step: sorted(found[step]) for step in sorted(found)}
+            if step is None or (moved and (self.path / name).is_symlink()):
+                continue
+            if step in found:
+                found[step] = sorted([*found[step], (name, number)])
+            else:
+                found[step] = [(name, number)]
+        return {step: found[step] for step in sorted(found)}
 
     def of(self, step: int) -> Path:
         """Where a step belongs."""

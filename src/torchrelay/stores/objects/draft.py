@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import errno
-import threading
 from collections.abc import Sequence
 from contextlib import suppress
 from math import ceil
 from typing import Any
-from weakref import WeakSet
 
 from torchrelay.errors import UsageError
 from torchrelay.stores.commit_point import CommitPoint, commit_unknown
@@ -24,16 +22,6 @@ from torchrelay.stores.objects.step import (
 from torchrelay.stores.seam import MAX_MANIFEST_BYTES, Buffer, Listing
 
 MAX_PARTS = 10_000  # of one object, on S3 and GCS
-
-# Drafts of this process that may still be committed: `clean` spares them, whatever their age.
-_live: WeakSet[ObjectDraft] = WeakSet()
-_live_lock = threading.Lock()
-
-
-def is_live(url: str, step: int, token: str) -> bool:
-    """Whether this process may still commit a draft."""
-    with _live_lock:
-        return any(draft.key == (url, step, token) for draft in _live)
 
 
 def folder_of(bucket: Bucket, step: int) -> str:
@@ -60,22 +48,20 @@ class ObjectDraft(CommitPoint):
         concurrency: int,
     ) -> None:
         super().__init__()
-        self.bucket, self._step, self._overwrite = bucket, step, overwrite
+        self._bucket, self._step, self._overwrite = bucket, step, overwrite
         self._token = self.id = token
         self._part_bytes, self._concurrency = part_bytes, concurrency
         self._folder = f"step-{step}/{token}"
         self.place = bucket.name(self._folder)
-        self.key = (bucket.url, step, token)
 
     def begin(self, listing: Listing | None = None) -> None:
         if listing is None or self._step in listing:
             with suppress(FileNotFoundError):
-                self._check_replaces(folder_of(self.bucket, self._step))
-        self._set_live(True)
+                self._check_replaces(folder_of(self._bucket, self._step))
 
     def _check_replaces(self, committed: str) -> None:
         """Raise unless this draft may replace a step, whose data are in that folder."""
-        name = self.bucket.name(manifest_path(self._step))
+        name = self._bucket.name(manifest_path(self._step))
         if not self._overwrite:
             raise FileExistsError(errno.EEXIST, "the step is committed", name)
         if committed == self._token:
@@ -86,60 +72,53 @@ class ObjectDraft(CommitPoint):
 
     def open(self, name: str, nbytes: int) -> ObjectSink:
         check_name(name)
-        self._set_live(True)
         part_bytes = max(self._part_bytes, ceil(nbytes / MAX_PARTS))
         path = f"{self._folder}/{name}"
-        writer = self.bucket.writer(path, part_bytes, self._concurrency)
-        return ObjectSink(self, writer, path, nbytes, part_bytes)
+        writer = self._bucket.writer(path, part_bytes, self._concurrency)
+        return ObjectSink(self._bucket, writer, path, nbytes, part_bytes)
 
     def sizes(self) -> dict[str, int]:
-        return self.bucket.sizes(self._folder)
+        return self._bucket.sizes(self._folder)
 
     def commit(self, manifest: bytes) -> None:
         path, content = manifest_path(self._step), with_folder(manifest, self._token)
         replaced, before = "", b""
         if self._overwrite:
             with suppress(FileNotFoundError):
-                replaced, before = split_folder(self.bucket.get(path, MAX_MANIFEST_BYTES))
+                replaced, before = split_folder(self._bucket.get(path, MAX_MANIFEST_BYTES))
         with self.passing():
             try:
-                self.bucket.put(path, content, create=not self._overwrite)
+                self._bucket.put(path, content, create=not self._overwrite)
             except OSError as fault:
                 self._decide(fault, content)
-        self._set_live(False)
         if replaced and replaced != self._token:
             with suppress(OSError):  # the step is committed; `clean` removes what is left
-                remove_own(self.bucket, f"step-{self._step}/{replaced}", before)
+                remove_own(self._bucket, f"step-{self._step}/{replaced}", before)
 
     def _decide(self, fault: OSError, content: bytes) -> None:
         """Raise what a failed put means. A lost answer, or the retry after one, looks like a
         failure: the object decides. Unless the service refused it, it may still arrive."""
         path, known = manifest_path(self._step), True
         try:
-            if self.bucket.get(path, MAX_MANIFEST_BYTES) == content:
+            if self._bucket.get(path, MAX_MANIFEST_BYTES) == content:
                 return
         except OSError as unread:
             known = isinstance(unread, FileNotFoundError)
         if isinstance(fault, PermissionError) or (isinstance(fault, FileExistsError) and known):
             raise fault
-        name = self.bucket.name(path)
+        name = self._bucket.name(path)
         raise commit_unknown(self._step, fault.strerror or str(fault), name) from fault
 
     def discard(self) -> None:
         if not self.revoke():
             return
-        self._set_live(False)
         with suppress(OSError):
             committed: str | None = None
             with suppress(FileNotFoundError):
                 # A commit that seemed to fail may have arrived: its data stay.
-                committed = folder_of(self.bucket, self._step)
+                committed = folder_of(self._bucket, self._step)
             if committed not in (self._token, ""):
-                remove_own(self.bucket, self._folder)
-
-    def _set_live(self, live: bool) -> None:
-        with _live_lock:
-            (_live.add if live else _live.discard)(self)
+                remove_own(self._bucket, self._folder)
 
 
 class ObjectSink:
@@ -148,15 +127,12 @@ class ObjectSink:
     ordered = True
 
     def __init__(
-        self, draft: ObjectDraft, writer: Any, path: str, nbytes: int, part_bytes: int
+        self, bucket: Bucket, writer: Any, path: str, nbytes: int, part_bytes: int
     ) -> None:
-        self._draft, self._bucket = draft, draft.bucket  # the draft stays live
-        self._writer, self._path = writer, path
+        self._bucket, self._writer, self._path = bucket, writer, path
         self._nbytes, self._part_bytes = nbytes, part_bytes
-        self._part = bytearray()  # handed over when it is full; the writer makes no copy
         self._written = 0
         self._open = True
-        self._begun = False
 
     def write(self, position: int, buffers: Sequence[Buffer]) -> None:
         self._check_open()
@@ -165,24 +141,14 @@ class ObjectSink:
         views = [memoryview(buffer).cast("B") for buffer in buffers]
         if position + sum(map(len, views)) > self._nbytes:
             raise UsageError(f"{self._path}: more than the {self._nbytes} bytes it was opened for")
-        for view in views:
-            while len(view):
-                piece = view[: self._part_bytes - len(self._part)]
-                self._part += piece
-                self._written += len(piece)
-                view = view[len(piece) :]
-                if len(self._part) == self._part_bytes:
-                    self._hand_over()
-                    self._begun = True
-
-    def _hand_over(self) -> None:
-        part, self._part = self._part, bytearray()
-        try:
-            with self._bucket.named(self._path):
-                self._writer.write(part)
-        except BaseException:
-            self._stop()
-            raise
+        for view in filter(len, views):
+            try:
+                with self._bucket.named(self._path):
+                    self._writer.write(bytes(view))  # which it keeps
+            except BaseException:
+                self._stop()
+                raise
+            self._written += len(view)
 
     def finish(self) -> None:
         self._check_open()
@@ -190,8 +156,6 @@ class ObjectSink:
         if self._written != self._nbytes:
             reason = f"{self._written} of {self._nbytes} bytes were written"
             raise OSError(errno.EIO, reason, name)
-        if self._part:
-            self._hand_over()
         self._open = False
         with self._bucket.named(self._path):
             self._writer.close()
@@ -212,11 +176,10 @@ class ObjectSink:
         the first whole part, must not be closed: it would put an object, and after a failed begin
         under a wrong name.
         """
-        if self._open and self._begun:
+        if self._open and self._written >= self._part_bytes:
             with suppress(OSError), self._bucket.named(self._path):
                 self._writer.close()
         self._open = False
-        self._part = bytearray()
 
     def _check_open(self) -> None:
         if not self._open:

@@ -19,7 +19,7 @@ from torchrelay.errors import UsageError
 from torchrelay.memory.crew import Crew
 from torchrelay.steps import MAX_STEP
 from torchrelay.stores.objects.bucket import Bucket, ObjectInfo
-from torchrelay.stores.objects.draft import ObjectDraft, folder_of, is_live, remove_own
+from torchrelay.stores.objects.draft import ObjectDraft, folder_of, remove_own
 from torchrelay.stores.objects.step import TOKEN, ObjectStep, manifest_path, split_folder
 from torchrelay.stores.retry import ONCE, Retry
 from torchrelay.stores.seam import DATA_NAME, MANIFEST, MAX_MANIFEST_BYTES, Listing
@@ -127,7 +127,7 @@ class ObjectStore:
         removed = []
         for (step, token), objects in sorted(drafts.items()):
             age = datetime.now(timezone.utc) - max(objects)[0]
-            if age.total_seconds() < self._grace or is_live(self.url, step, token):
+            if age.total_seconds() < self._grace:
                 continue
             # Asked after the listing, so that a draft committed meanwhile is seen as a step.
             with suppress(FileNotFoundError):

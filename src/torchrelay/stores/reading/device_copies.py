@@ -15,7 +15,6 @@ import torch
 from torchrelay.geometry.runs import Moves
 from torchrelay.geometry.strides import contiguous_strides
 from torchrelay.memory.gpu import kernels
-from torchrelay.memory.gpu.kernels import Tables
 from torchrelay.memory.gpu.side import on_side_stream
 from torchrelay.plan.reads import BoxRead
 from torchrelay.record.schema import Record
@@ -75,7 +74,7 @@ class DeviceCopies:
                     moves = Moves(
                         np.arange(len(rows), dtype=np.uint64), *np.array(rows, np.uint64).T
                     )
-                    kernels.copy(moves, device, Tables())
+                    kernels.copy(moves, device)
                 for read in self._odd:
                     if read.destination.get_device() == device:
                         self._copy(read)

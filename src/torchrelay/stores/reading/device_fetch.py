@@ -24,7 +24,7 @@ from torchrelay.geometry import DIGEST_BYTES
 from torchrelay.geometry.runs import Moves, Runs
 from torchrelay.memory.crew import share_out
 from torchrelay.memory.gpu import kernels
-from torchrelay.memory.gpu.kernels import ChunkTable, CudaError, Tables
+from torchrelay.memory.gpu.kernels import ChunkTable, CudaError
 from torchrelay.memory.gpu.pinned import MOST_THREADS, PIECE, Upload, pinned_buffers, room_on
 from torchrelay.memory.gpu.side import on_side_stream
 from torchrelay.record.schema import Record
@@ -95,7 +95,6 @@ class DeviceFetch:
             chunks = whole_chunks(checkpoint.volumes[file], spans, GROUP_BYTES)
             self._groups += [_Group(file, start, stop) for start, stop in chunks]
         self._slab: torch.Tensor | None = None
-        self._tables = Tables()
         self._begun = False
         self.instead = ""
 
@@ -211,7 +210,7 @@ class DeviceFetch:
             expected.append(record.digests[first : first + len(begin) * DIGEST_BYTES])
         chunks = [np.concatenate(column).astype(np.uint64) for column in (starts, stops)]
         hashed = ChunkTable.of(Runs([0], [slab.data_ptr()], [slab.numel()]), chunks[0], chunks[1])
-        found = kernels.digests(hashed, self._device, self._tables).cpu().numpy()
+        found = kernels.digests(hashed, self._device).cpu().numpy()
         sent = np.frombuffer(b"".join(expected), np.uint8).reshape(found.shape)
         bad = np.flatnonzero((found != sent).any(axis=1))
         if len(bad):
@@ -241,7 +240,7 @@ class DeviceFetch:
                         data = data if skip % _ITEM == 0 else data.clone()
                         region.write(low - at, high - at, data)
             columns = (np.concatenate(column) for column in zip(*found, strict=True))
-            kernels.copy(Moves(*columns), self._device, self._tables)
+            kernels.copy(Moves(*columns), self._device)
 
 
 def _rounds(groups: list[_Group], nbytes: int) -> Iterator[list[_Group]]:

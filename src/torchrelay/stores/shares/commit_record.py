@@ -43,7 +43,7 @@ def commit_record(
     """The record of a step that all ranks have written. `outlined` has their outlines. `names`: of
     its images, where the caller knows them."""
     names = Names(outlined).all() if names is None else names
-    with _refused(step):
+    with _refused(step), gc_paused():
         joined = with_boxes(outlined, names, shares)
     _check_covered(joined, names, step)
     torch_version: Any = torch.__version__

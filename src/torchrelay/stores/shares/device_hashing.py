@@ -18,7 +18,7 @@ import torch
 from torchrelay.geometry import DIGEST_BYTES
 from torchrelay.geometry.runs import Column, Runs, moves, reached
 from torchrelay.memory.gpu import kernels
-from torchrelay.memory.gpu.kernels import ChunkTable, CudaError, Tables
+from torchrelay.memory.gpu.kernels import ChunkTable, CudaError
 from torchrelay.memory.gpu.side import on_side_stream
 from torchrelay.plan.region import Stream
 from torchrelay.stores.writer.file_writer import FileSpec
@@ -48,7 +48,6 @@ class DeviceHashing:
         self._host: list[Runs] = []
         self._starts: list[Column] = []
         self._stops: list[Column] = []
-        self._tables = Tables()
         base = 0
         for file, stream in zip(files, streams, strict=True):
             for at, region in stream.elsewhere:
@@ -74,7 +73,7 @@ class DeviceHashing:
         for device, chosen, beside, table in self._by_device:
             with suppress(CudaError), torch.cuda.device(device), on_side_stream():
                 beside.bring()
-                found[chosen] = kernels.digests(table, device, self._tables).cpu().numpy()
+                found[chosen] = kernels.digests(table, device).cpu().numpy()
         parts = np.split(found, np.cumsum([len(column) for column in self._starts])[:-1])
         pairs = zip(self._files, parts, strict=True)
         return [file._replace(digests=part.tobytes()) for file, part in pairs]

@@ -67,7 +67,8 @@ class _Base:
         self._names = names
         self.rows = LeafRows(record, at_rest=True)
         self.renamed = frozenset(renamed)
-        self._users: dict[int, tuple[Numbers, list[int]]] = {}
+        # Leaves that are no rows and have images.
+        self.others = {at: leaf for at, leaf in self.rows.others.items() if any(parts(leaf))}
         kinds = [joined.kinds.image(kind) for kind in record.image_kinds]
         of_images = record.image_kind.tolist()
         self.numbers: Numbers = np.array(
@@ -96,17 +97,6 @@ class _Base:
         """The kind of an image that another rank has in the place of one of this outline."""
         mine = self._record.image_kinds[int(self._record.image_kind[image])]
         return self._joined.kinds.image(ImageKind(dtype, shape, mine.strides, 0))
-
-    def users(self, image: int) -> tuple[Numbers, list[int]]:
-        """The rows, and the other leaves, that have an image."""
-        if image not in self._users:
-            others = [
-                index
-                for index, leaf in self.rows.others.items()
-                if any(part.storage == image for part in parts(leaf))
-            ]
-            self._users[image] = np.flatnonzero(self.rows.images == image), others
-        return self._users[image]
 
 
 class _Joined:
@@ -183,30 +173,23 @@ def _difference(
             raise CheckpointError(text, rank=rank, phase="plan")
         if leaf != base.rows[index]:
             own[index] = leaf
-    numbers, changed = base.numbers, []
+    numbers, images = base.numbers.copy(), {}
     kinds = {row.name: (row.dtype, row.shape) for row in one.tensors if row.name in renamed}
     for old in base.renamed | renamed.keys():
-        image = base.images.get(old)
-        if image is None:
+        if (image := base.images.get(old)) is None:
             continue
-        number = int(base.numbers[image])
         if old in renamed:
-            number = joined.image(renamed[old], base.kind_like(image, *kinds[old]))
-        elif old in base.renamed:
-            number = joined.names.get(old, number)
-        if number != base.numbers[image]:
-            changed.append(image)
-            if numbers is base.numbers:
-                numbers = numbers.copy()
-            numbers[image] = number
-    images = {}
-    for image in changed:
-        rows, others = base.users(image)
-        for row in rows.tolist():
+            numbers[image] = joined.image(renamed[old], base.kind_like(image, *kinds[old]))
+        else:
+            numbers[image] = joined.names.get(old, numbers[image])
+    changed = numbers != base.numbers
+    if changed.any():
+        for row in np.flatnonzero(changed[base.rows.images]).tolist():
             if int(base.rows.leaves[row]) not in own:
-                images[row] = int(numbers[image])
-        for index in others:
-            own.setdefault(index, base.rows.others[index])
+                images[row] = int(numbers[base.rows.images[row]])
+        for index, leaf in base.others.items():
+            if any(part.storage >= 0 and changed[part.storage] for part in parts(leaf)):
+                own.setdefault(index, leaf)
     leaves = [(index, _renumbered(own[index], numbers, rank)) for index in sorted(own)]
     return RankDifference(rank, tuple(leaves), tuple(sorted(images.items())))
 

@@ -131,15 +131,13 @@ def digests_of_leaves(rows: LeafRows) -> bytes:
     columns = [rows.leaves, rows.offsets]
     if len(rows.leaves):
         columns += [*kinds[rows.kinds].T, *images[record.image_kind[rows.images]].T]
-    table = np.stack(columns, 1)
-    order = np.argsort(buckets[rows.leaves], kind="stable")
-    ends = np.searchsorted(buckets[rows.leaves][order], np.arange(BUCKETS), "right")
+    table, of_rows = np.stack(columns, 1), buckets[rows.leaves]
     others: list[list[tuple[int, Leaf]]] = [[] for _ in range(BUCKETS)]
     for at, leaf in rows.others.items():
         others[buckets[at]].append((at, leaf))
     return b"".join(
-        xxhash.xxh3_128_digest(some.tobytes() + _encode(more))
-        for some, more in zip(np.split(table[order], ends[:-1]), others, strict=True)
+        xxhash.xxh3_128_digest(table[of_rows == bucket].tobytes() + _encode(more))
+        for bucket, more in enumerate(others)
     )
 
 

@@ -12,10 +12,11 @@ import msgspec
 from torchrelay.deadlines import Deadline
 from torchrelay.errors import CheckpointError, StorageTimeoutError
 from torchrelay.progress import Bar
-from torchrelay.stores.writer import process as p
 from torchrelay.stores.writer.child_process import END_SECONDS, ChildProcess
 from torchrelay.stores.writer.file_writer import FileSpec, Placed
+from torchrelay.stores.writer.process import Answer, Call
 
+_answers = msgspec.msgpack.Decoder(Answer)
 _START_SECONDS = 60.0
 PART_BYTES = 64 << 20  # after which progress is reported
 
@@ -41,7 +42,7 @@ class WriterProcess(ChildProcess):
         if self._attached == arena:
             return
         with self._lock:
-            self._ask(p.Attach(each, nbytes), min(timeout, _START_SECONDS), "attach", fds)
+            self._ask("attach", (each, nbytes), min(timeout, _START_SECONDS), fds)
         self._attached = arena
 
     def begin(
@@ -57,40 +58,41 @@ class WriterProcess(ChildProcess):
         with self._lock:
             self._saves += 1
             left = deadline.left()
-            self._ask(p.Begin(url, step, token, left, list(files)), left, "open")
+            self._ask("open", (url, step, token, left, files), left)
             return WriterSave(self, self._saves, files, deadline, bar)
 
-    def ask(self, save: int, request: p.Request, timeout: float, phase: str) -> p.Finished:
+    def ask(self, save: int, call: Call, timeout: float, *arguments: object) -> list[bytes]:
         """A request of a save. A thread of a save that was given up may still run, and must not
         write to the files of the next one."""
         with self._lock:
             if save != self._saves:
-                raise CheckpointError("this save was given up", phase=phase)
-            return self._ask(request, timeout, phase)
+                raise CheckpointError("this save was given up", phase=call)
+            return self._ask(call, arguments, timeout)
 
     def _ask(
-        self, request: p.Request, timeout: float, phase: str, fds: Sequence[int] = ()
-    ) -> p.Finished:
+        self, call: Call, arguments: Sequence[object], timeout: float, fds: Sequence[int] = ()
+    ) -> list[bytes]:
         try:
-            data = self.exchange(msgspec.msgpack.encode(request), timeout, fds)
+            data = self.exchange(msgspec.msgpack.encode((call, arguments)), timeout, fds)
         except BaseException as fault:
             code = self.exit_status
             self.drop()
             if isinstance(fault, TimeoutError):
                 raise StorageTimeoutError(
-                    "the writer did not finish in time: give a longer timeout", phase=phase
+                    "the writer did not finish in time: give a longer timeout", phase=call
                 ) from None
             if isinstance(fault, (EOFError, OSError)):
                 raise CheckpointError(
                     f"the writer process was lost ({fault or 'closed'}; exit status {code}): the "
                     "next save starts another",
-                    phase=phase,
+                    phase=call,
                 ) from None
             raise
-        answer = p.ANSWERS.decode(data)
-        if isinstance(answer, p.Failed):
-            raise CheckpointError(answer.message, phase=answer.phase or phase, file=answer.file)
-        return answer
+        answer = _answers.decode(data)
+        if answer.failure is not None:
+            message, where, file = answer.failure
+            raise CheckpointError(message, phase=where or call, file=file)
+        return answer.digests
 
 
 class WriterSave:
@@ -109,7 +111,7 @@ class WriterSave:
 
     def write_staged(self, placed: list[Placed]) -> None:
         for part in self._parts(placed):
-            self._process.ask(self._number, p.Write(part), self._deadline.left(), "write")
+            self._process.ask(self._number, "write", self._deadline.left(), part)
             self._bar.add(sum(stop - start for _, start, stop, _ in part))
 
     def _parts(self, placed: list[Placed]) -> Iterator[list[Placed]]:
@@ -131,9 +133,9 @@ class WriterSave:
 
     def finish(self) -> list[bytes]:
         """Make the files durable; returns the digests of their chunks."""
-        return self._process.ask(self._number, p.Finish(), self._deadline.left(), "sync").digests
+        return self._process.ask(self._number, "sync", self._deadline.left())
 
     def abort(self) -> None:
         """Give up the files, if this is still the current save; never raises."""
         with suppress(CheckpointError):
-            self._process.ask(self._number, p.Abandon(), END_SECONDS, "abort")
+            self._process.ask(self._number, "abort", END_SECONDS)

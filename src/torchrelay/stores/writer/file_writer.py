@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import zip_longest
@@ -83,6 +84,9 @@ class FileWriter:
             bytearray(file.digests or 16 * -(-file.nbytes // file.chunk_bytes)) for file in files
         ]
         self.current: str | None = None  # the file that was last used
+        self._lock = threading.Lock()
+        self._writes = 0  # that are in progress
+        self._aborted = False
         try:
             for file in files:
                 with self._named(file.name):
@@ -107,7 +111,16 @@ class FileWriter:
 
             return do
 
-        share_out(self._tasks(ranges), worker, threads)
+        with self._lock:
+            if self._aborted:
+                raise CheckpointError("the save was given up", phase="write")
+            self._writes += 1
+        try:
+            share_out(self._tasks(ranges), worker, threads)
+        finally:
+            with self._lock:
+                self._writes -= 1
+            self._close_aborted()
 
     def write_staged(self, placed: Sequence[Placed]) -> None:
         """The same, of copies in the arena."""
@@ -160,8 +173,16 @@ class FileWriter:
         return [bytes(digests) for digests in self._digests]
 
     def abort(self) -> None:
-        for sink in self._sinks:
-            sink.abort()
+        """Give the files up, as soon as no other thread writes to them: a descriptor that is closed
+        before may be another file's by the time that the thread uses it."""
+        self._aborted = True
+        self._close_aborted()
+
+    def _close_aborted(self) -> None:
+        with self._lock:
+            if self._aborted and not self._writes:
+                for sink in self._sinks:
+                    sink.abort()
 
     @contextmanager
     def _named(self, name: str) -> Iterator[None]:

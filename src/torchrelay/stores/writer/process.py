@@ -1,16 +1,18 @@
 """The process that writes staged states: digests and I/O outside the trainer's interpreter.
 
-`start` runs it as a program with the descriptor of a socket. Messages both ways are
-MessagePack records with their length before them; an arena comes as descriptors. It imports no
-torch, and ends when the trainer's end of the socket closes, however that came about.
+`start` runs it as a program with the descriptor of a socket. Messages both ways are MessagePack
+with their length before them: a request has the name of a call below and its arguments, an answer
+its digests or its failure. It imports no torch, and ends when the trainer's end of the socket
+closes, however that came about.
 """
 
 from __future__ import annotations
 
-import contextlib
 import mmap
 import os
 import socket
+from contextlib import suppress
+from typing import Any, Literal
 
 import msgspec
 
@@ -21,56 +23,22 @@ from torchrelay.stores.writer.child_process import trainer_at
 from torchrelay.stores.writer.file_writer import FileSpec, FileWriter, Placed
 from torchrelay.stores.writer.frames import receive_frame, send_frame
 
-
-class Attach(msgspec.Struct, tag="attach"):
-    """An arena of `nbytes` in files of `each`; their descriptors come with this message."""
-
-    each: int
-    nbytes: int
+Call = Literal["attach", "open", "write", "sync", "abort"]  # phases of a save, too
 
 
-class Begin(msgspec.Struct, tag="begin"):
-    """The files of a rank in a draft that exists."""
+class Answer(msgspec.Struct, array_like=True):
+    """`failure`: message, phase and file of an error."""
 
-    url: str
-    step: int
-    token: str
-    timeout: float
-    files: list[FileSpec]
-
-
-class Write(msgspec.Struct, tag="write"):
-    """Staged bytes. Answered when they are written."""
-
-    placed: list[Placed]
-
-
-class Finish(msgspec.Struct, tag="finish"):
-    pass
-
-
-class Abandon(msgspec.Struct, tag="abort"):
-    pass
-
-
-class Finished(msgspec.Struct, tag="done"):
     digests: list[bytes] = []
+    failure: tuple[str, str | None, str | None] | None = None
 
 
-class Failed(msgspec.Struct, tag="failed"):
-    message: str
-    phase: str | None = None
-    file: str | None = None
-
-
-Request = Attach | Begin | Write | Finish | Abandon
-Answer = Finished | Failed
-
-_REQUESTS: msgspec.msgpack.Decoder[Request] = msgspec.msgpack.Decoder(Request)
-ANSWERS: msgspec.msgpack.Decoder[Answer] = msgspec.msgpack.Decoder(Answer)
+_requests = msgspec.msgpack.Decoder(tuple[Call, list[Any]])
 
 
 class _Writer:
+    """Its public methods are the calls. Each is answered when it is done."""
+
     def __init__(self, link: socket.socket) -> None:
         self._link = link
         self._arena: mmap.mmap | None = None
@@ -78,39 +46,20 @@ class _Writer:
         self._writing: FileWriter | None = None
 
     def serve(self) -> None:
-        with contextlib.suppress(EOFError, ConnectionError):
+        with suppress(EOFError, ConnectionError):
             while True:
-                request = _REQUESTS.decode(receive_frame(self._link))
+                call, arguments = _requests.decode(receive_frame(self._link))
+                answer = Answer()
                 try:
-                    answer = self._do(request)
+                    answer.digests = getattr(self, call)(*arguments) or []
                 except CheckpointError as fault:
-                    answer = Failed(fault.message, fault.phase, fault.file)
+                    answer.failure = (fault.message, fault.phase, fault.file)
                 except Exception as fault:
-                    answer = Failed(f"{type(fault).__name__}: {fault}")
+                    answer.failure = (f"{type(fault).__name__}: {fault}", None, None)
                 send_frame(self._link, msgspec.msgpack.encode(answer))
 
-    def _do(self, request: Request) -> Answer:
-        if isinstance(request, Attach):
-            self._attach(request.each, request.nbytes)
-        elif isinstance(request, Begin):
-            self._abort()
-            draft = open_store(request.url, timeout=request.timeout).draft(
-                request.step, request.token
-            )
-            self._writing = FileWriter(draft, request.files, base=self._base)
-        elif isinstance(request, Write):
-            assert self._writing is not None
-            self._writing.write_staged(request.placed)
-        elif isinstance(request, Finish):
-            assert self._writing is not None
-            digests = self._writing.finish()
-            self._writing = None
-            return Finished(digests)
-        else:
-            self._abort()
-        return Finished()
-
-    def _attach(self, each: int, nbytes: int) -> None:
+    def attach(self, each: int, nbytes: int) -> None:
+        """An arena of `nbytes` in files of `each`; their descriptors come with this request."""
         self._arena = None
         _, descriptors, _, _ = socket.recv_fds(self._link, 1, -(-nbytes // each))
         try:
@@ -120,7 +69,24 @@ class _Writer:
                 os.close(descriptor)
         self._base = address_of(self._arena)
 
-    def _abort(self) -> None:
+    def open(self, url: str, step: int, token: str, timeout: float, files: list[list[Any]]) -> None:
+        """The files of a rank in a draft that exists."""
+        self.abort()
+        draft = open_store(url, timeout=timeout).draft(step, token)
+        specs = [FileSpec(*file) for file in files]
+        self._writing = FileWriter(draft, specs, base=self._base)
+
+    def write(self, placed: list[Placed]) -> None:
+        assert self._writing is not None
+        self._writing.write_staged(placed)
+
+    def sync(self) -> list[bytes]:
+        assert self._writing is not None
+        digests = self._writing.finish()
+        self._writing = None
+        return digests
+
+    def abort(self) -> None:
         if self._writing is not None:
             self._writing.abort()
             self._writing = None

@@ -158,14 +158,13 @@ class CudaFetch(MemoryFetch):
     def _copied_and_hashed(self, both: Moves, chunks: list[int], device: int) -> bool:
         """Copy within a device and hash on the way, if that is faster than one after the other."""
         if not kernels.in_words(both):
-            kernels.copy(both, device, self._incoming.member.resources.of(kernels.Tables))
+            kernels.copy(both, device)
             return False
         offsets, sizes = self._chunks.offsets, self._chunks.sizes
         starts, lengths = [offsets[i] for i in chunks], [sizes[i] for i in chunks]
         sources = Runs(both.positions, both.sources, both.nbytes)
         to = Runs(both.positions, both.destinations, both.nbytes)
-        tables = self._incoming.member.resources.of(kernels.Tables)
-        made = kernels.digests_of(sources, starts, lengths, device, to, tables)
+        made = kernels.digests_of(sources, starts, lengths, device, to)
         self._mine.update(zip(chunks, made, strict=True))
         return True
 

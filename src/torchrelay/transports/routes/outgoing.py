@@ -17,7 +17,7 @@ import torch
 from torchrelay.geometry.runs import Runs, reached
 from torchrelay.memory import vectors
 from torchrelay.memory.gpu.device_chunks import DeviceChunks
-from torchrelay.memory.gpu.kernels import Tables, digest_of
+from torchrelay.memory.gpu.kernels import digest_of
 from torchrelay.memory.gpu.side import in_use, on_side_stream
 from torchrelay.plan.snapshot import Sendable
 from torchrelay.transports.resources import Member
@@ -126,8 +126,7 @@ class Outgoing:
         """Have GPUs make the digests of all chunks that lie there."""
         with self._device_lock:
             if not self._hashed_there:
-                tables = self.member.resources.of(Tables) if self.from_gpu else None
-                for index, digest in self.on_gpu.digests(self.on_gpu, tables).items():
+                for index, digest in self.on_gpu.digests(self.on_gpu).items():
                     self._digests.setdefault(index, digest)
                 self._hashed_there = True
 

@@ -16,8 +16,7 @@ from torchrelay.errors import MismatchError, UsageError
 from torchrelay.geometry.boxes import Box, Comparisons, around, shared, within
 from torchrelay.plan.share.rank_share import PARTIAL
 from torchrelay.state import tensors as t
-from torchrelay.state.boxes_of_whole import boxes_of_whole
-from torchrelay.state.local_parts import LocalPart, cut, local_parts
+from torchrelay.state.local_parts import LocalPart, boxes_of_whole, cut, local_parts
 from torchrelay.state.objects import InPlaceObject, OfferedTensor, flatten_objects
 from torchrelay.state.paths import dotted
 from torchrelay.state.tree import slots
