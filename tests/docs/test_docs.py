@@ -57,9 +57,8 @@ from torchrelay.stores.shares import layout
 from torchrelay.transports.meeting import directory
 from torchrelay.transports.protocol import sender_machine
 from torchrelay.transports.protocol.peers import Stage
-from torchrelay.transports.routes import choice, cuda_ipc, group, memory, nixl, tcp
+from torchrelay.transports.routes import choice, cuda_ipc, group, memory, nixl, reading, tcp
 from torchrelay.transports.routes.cuda import handles
-from torchrelay.transports.routes.host import ring
 from torchrelay.transports.streams import chunk_sender, sockets
 from torchrelay.transports.wire import handshake, messages
 from torchrelay.weights.subscription import Subscription
@@ -457,7 +456,7 @@ def test_record_is_as_described(record: type[msgspec.Struct]) -> None:
 
 
 PARTS_OF_MESSAGES = [kind for kind in records(messages) if kind not in messages.MESSAGES]
-ROUTE_RECORDS = records(directory, cuda_ipc, group, handles, memory, nixl, ring, tcp)
+ROUTE_RECORDS = records(directory, cuda_ipc, group, handles, memory, nixl, reading, tcp)
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,6 @@ from torchrelay.results import Outcome, Report, Traffic
 from torchrelay.transports.meeting.connection import Connection, ConnectionLost, Inbox, MessageHeard
 from torchrelay.transports.meeting.matching import OpenSend
 from torchrelay.transports.meeting.node import DataTicket, ReceiverJoined, WrongStep
-from torchrelay.transports.meeting.turns import short_turns
 from torchrelay.transports.protocol.options import SendOptions, TransferCall
 from torchrelay.transports.protocol.peers import Peer, Stage, outcome
 from torchrelay.transports.protocol.sender_machine import SenderMachine
@@ -101,7 +100,7 @@ class Sending:
     def _run(self, describe: Callable[[], Snapshot]) -> None:
         try:
             # Receivers come while the state is described.
-            with self._watch("capture"), short_turns():
+            with self._watch("capture"):
                 self.snapshot = describe()
         except BaseException as fault:
             self._excuse(fault)
