@@ -40,9 +40,10 @@ class ByAddress(Workspace):
 
 @pytest.fixture
 def on_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every plain tensor that is looked at counts as one on a device."""
+    """Every tensor that is looked at counts as one on a device."""
     nowhere = property(lambda self: np.zeros(len(self), bool))
     monkeypatch.setattr(PlainTensors, "on_host", nowhere)
+    monkeypatch.setattr(inplace, "on_host", lambda tensor: False)
     monkeypatch.setattr(inplace, "device_of", lambda number: HOST)
 
 
@@ -156,3 +157,37 @@ def test_views_of_one_image_may_go_to_plain_and_to_strided_tensors(
     landing.write(0, data)
     landing.commit()
     assert same(into, state)
+
+
+def test_device_memory_takes_the_bytes_of_tensors_and_no_padding(on_device: None) -> None:
+    snapshot, _ = sent(1)
+    places = land(snapshot.record, made(2), workspace=ByAddress()).places()
+    # What a sender exports has no padding: a chunk is copied on the device if both are the same.
+    exported = snapshot.stream.device
+    assert len(exported.starts)
+    matched = moves(exported, places.device)
+    assert int(matched.nbytes.sum()) == int((places.device.stops - places.device.starts).sum())
+
+
+@pytest.mark.parametrize("atomic", [True, False])
+def test_tied_tensors_are_held_on_their_device(
+    atomic: bool, request: pytest.FixtureRequest
+) -> None:
+    one = torch.arange(2000)
+    states = [{"x": one, "y": one, "part": one[7:1000]}, {"x": one, "y": one.view(2000)}]
+    snapshots = [capture(state, step=1) for state in states]
+    request.getfixturevalue("on_device")
+    other, apart = torch.zeros_like(one), torch.zeros_like(one)
+    intos = [
+        {"x": other, "y": other, "part": other[7:1000]},
+        {"x": torch.zeros_like(one), "y": apart},
+    ]
+    for snapshot, into, state in zip(snapshots, intos, states, strict=True):
+        landing = land(snapshot.record, into, LandingOptions(atomic=atomic), ByAddress())
+        assert landing.on_device and not len(landing.places().host.starts)
+        for chunk, size in enumerate(landing.chunks.sizes):
+            data = torch.empty(size, dtype=torch.uint8)
+            snapshot.read(chunk, data)
+            landing.write(chunk, data)
+        landing.commit()
+        assert same(into, state)

@@ -78,12 +78,14 @@ class HeldImages:
     def runs(self, *, far: bool) -> Runs:
         """Where images lie on devices, or in host memory, by their positions in the stream.
 
-        Images that follow each other there do so in a piece of memory: these are few runs.
+        Images that follow each other there do so in a piece of host memory: these are few runs.
         """
         images, chunks = self._images(far=far), self._chunks
-        ends = np.array([memory.nbytes for memory in self.memory], np.uint64)
-        room = ends[self.numbers[images]] - self.offsets[images]
-        sizes = np.minimum(chunks.padded[images], room)
+        sizes = chunks.image_bytes[images].astype(np.uint64)
+        if not far:  # with padding, which no device is sent
+            ends = np.array([memory.nbytes for memory in self.memory], np.uint64)
+            room = ends[self.numbers[images]] - self.offsets[images]
+            sizes = np.minimum(chunks.padded[images], room)
         return Runs(chunks.places[images], self.addresses(images), sizes)
 
     def far_bytes(self) -> list[tuple[int, torch.Tensor]]:

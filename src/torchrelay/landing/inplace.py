@@ -163,7 +163,7 @@ class ExistingTensors(StateLanding):
             part, tensor = pair.part, pair.destination
             at = self.chunks.start_of(part.storage) + part.offset
             number = len(locals_) + len(more)
-            rows.append((at, tensor.data_ptr(), nbytes, part.storage, number, tensor.is_cpu))
+            rows.append((at, tensor.data_ptr(), nbytes, part.storage, number, on_host(tensor)))
             more.append(tensor)
         self._tensors = [*locals_, *more] if more else locals_
         return plain.joined(rows)
@@ -187,16 +187,17 @@ class ExistingTensors(StateLanding):
             near[pair.leaf.storage if isinstance(pair, ArrayFit) else pair.part.storage] = True
         made = np.array(sorted(self._new.images), np.int64)
         near[made[filled[made]]] = True
-        if not self._options.staged:
-            near[table.several] = True
         alone = made[~near[made]].tolist()
         self._kept = set(alone)  # images in memory that becomes the caller's
         self._new.take_memory(alone, held, self.chunks, workspace)
-        if self._options.staged:
-            for device, images in self._by_device(near):
-                with suppress(MismatchError):  # the host may have so much
-                    held.take(images, workspace, device)
-            near |= filled & ~held.marks
+        back = filled
+        if not self._options.staged:
+            back = np.zeros(self.record.images, bool)
+            back[table.several] = True
+        for device, images in self._by_device(near):
+            with suppress(MismatchError):  # the host may have so much
+                held.take(images[back[images]], workspace, device)
+        near |= back & ~held.marks
         held.take(np.flatnonzero(near), workspace)
 
     def _mark_images(self, marks: Marks, leaves: Sequence[int]) -> None:
@@ -339,6 +340,10 @@ class ExistingTensors(StateLanding):
             for image, leaf, skip, nbytes in zip(*columns, strict=True):
                 to = _run(self._tensors[leaf], nbytes)
                 to.copy_(held.bytes(image)[skip : skip + nbytes])
+
+
+def on_host(tensor: torch.Tensor) -> bool:
+    return tensor.is_cpu
 
 
 def device_of(number: int) -> torch.device:
