@@ -67,7 +67,7 @@ class _Base:
         self._names = names
         self.rows = LeafRows(record, at_rest=True)
         self.renamed = frozenset(renamed)
-        # Leaves that are no rows and have images.
+        # Leaves outside of the rows that have images.
         self.others = {at: leaf for at, leaf in self.rows.others.items() if any(parts(leaf))}
         kinds = [joined.kinds.image(kind) for kind in record.image_kinds]
         of_images = record.image_kind.tolist()
