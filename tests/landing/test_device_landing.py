@@ -16,7 +16,7 @@ import torch
 from torchrelay.geometry.runs import Moves, copy_one_by_one, moves
 from torchrelay.landing import inplace
 from torchrelay.landing.options import LandingOptions
-from torchrelay.landing.seam import land
+from torchrelay.landing.seam import Landing, land
 from torchrelay.landing.workspace import Workspace
 from torchrelay.plan.plain import PlainTensors
 from torchrelay.plan.snapshot import Snapshot, capture
@@ -81,6 +81,14 @@ def sent(seed: int) -> tuple[Snapshot, dict[str, Any]]:
     return capture(state, step=1, chunk_bytes=1 << 16), state
 
 
+def write_all(snapshot: Snapshot, landing: Landing) -> None:
+    """Bring all chunks to a landing."""
+    for chunk, size in enumerate(landing.chunks.sizes):
+        data = torch.empty(size, dtype=torch.uint8)
+        snapshot.read(chunk, data)
+        landing.write(chunk, data)
+
+
 @pytest.mark.parametrize("able", [True, False])
 @pytest.mark.parametrize("by", ["places", "chunks"])
 def test_nothing_is_written_before_the_commit_and_everything_by_it(
@@ -95,10 +103,7 @@ def test_nothing_is_written_before_the_commit_and_everything_by_it(
         for there in (places.device, places.host):
             copy_one_by_one(moves(snapshot.stream.host, there))
     else:
-        for chunk, size in enumerate(landing.chunks.sizes):
-            data = torch.empty(size, dtype=torch.uint8)
-            snapshot.read(chunk, data)
-            landing.write(chunk, data)
+        write_all(snapshot, landing)
     assert landing.on_device and same(into, made(2))
     tensors = {id(leaf) for leaf in flat(into) if isinstance(leaf, torch.Tensor)}
     landing.commit()
@@ -131,10 +136,7 @@ def test_a_strided_tensor_beside_plain_ones_lands_too(
     into = {"plain": torch.zeros(100, dtype=torch.int64)}
     into["strided"] = torch.zeros(20, 60, dtype=torch.int64)[::2, ::2]
     landing = land(snapshot.record, into, workspace=ByAddress())
-    for chunk, size in enumerate(landing.chunks.sizes):
-        data = torch.empty(size, dtype=torch.uint8)
-        snapshot.read(chunk, data)
-        landing.write(chunk, data)
+    write_all(snapshot, landing)
     landing.commit()
     assert same(into, state)
 
@@ -185,9 +187,6 @@ def test_tied_tensors_are_held_on_their_device(
     for snapshot, into, state in zip(snapshots, intos, states, strict=True):
         landing = land(snapshot.record, into, LandingOptions(atomic=atomic), ByAddress())
         assert landing.on_device and not len(landing.places().host.starts)
-        for chunk, size in enumerate(landing.chunks.sizes):
-            data = torch.empty(size, dtype=torch.uint8)
-            snapshot.read(chunk, data)
-            landing.write(chunk, data)
+        write_all(snapshot, landing)
         landing.commit()
         assert same(into, state)
