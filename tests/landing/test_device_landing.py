@@ -41,9 +41,8 @@ class ByAddress(Workspace):
 @pytest.fixture
 def on_device(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every tensor that is looked at counts as one on a device."""
-    nowhere = property(lambda self: np.zeros(len(self), bool))
-    monkeypatch.setattr(PlainTensors, "on_host", nowhere)
-    monkeypatch.setattr(inplace, "on_host", lambda tensor: False)
+    monkeypatch.setattr(PlainTensors, "gpus", property(lambda self: np.zeros(len(self), int)))
+    monkeypatch.setattr(inplace, "gpu_of", lambda tensor: 0)
     monkeypatch.setattr(inplace, "device_of", lambda number: HOST)
 
 

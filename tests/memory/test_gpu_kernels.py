@@ -140,24 +140,10 @@ def test_without_the_kernels_the_digests_are_the_same(monkeypatch: pytest.Monkey
     assert exact(1, 1) > 500
 
 
-def test_a_table_is_made_once_of_the_same_columns() -> None:
-    tables, made = kernels.LastTables(), []
-
-    def table(*columns: list[int]) -> kernels.ChunkTable:
-        def make() -> kernels.ChunkTable:
-            made.append(columns)
-            return kernels.ChunkTable(np.zeros(0, np.uint64), len(made), False)
-
-        return tables.made([np.array(column, np.uint64) for column in columns], make)
-
-    first = table([1, 2], [3])
-    assert table([1, 2], [3]) is first
-    assert table([1], [2, 3]) is not first  # the same numbers in other columns
-    assert table([1, 2], [4]) is not first
-    for number in range(kernels.TABLES_KEPT):
-        table([number])
-    assert table([1, 2], [3]) is not first  # the last few are kept
-    assert len(made) == 4 + kernels.TABLES_KEPT
+def test_a_table_of_no_chunks() -> None:
+    """All chunks of a file may have bytes of two devices."""
+    none = np.zeros(0, np.uint64)
+    assert kernels.ChunkTable.of(Runs([0], [4096], [8]), none, none).numbers.tolist() == []
 
 
 def test_the_cells_of_chunks() -> None:

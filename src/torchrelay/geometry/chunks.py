@@ -140,15 +140,20 @@ class Chunks:
         """How many bytes of images each chunk has; the rest is padding."""
         return self.shares_of(self.places, self.image_bytes.astype(np.uint64))
 
+    @cached_property
+    def _edges(self) -> Counts:
+        """Where chunks begin, and where the last one ends."""
+        return np.array([*self.offsets, self.stream_bytes], np.int64)
+
     def without_padding(self, memory: Runs) -> Runs:
         """The runs of memory, without the padding between images."""
         return memory.only(self.places, self.image_bytes.astype(np.uint64))
 
     def shares_of(self, starts: Column, sizes: Column) -> Counts:
         """How many bytes of stretches of the stream, in its order, lie in each chunk."""
-        edges = np.array([*self.offsets, self.stream_bytes], np.int64)
         if not len(starts):
             return np.zeros(len(self), np.int64)
+        edges = self._edges
         begin, nbytes = starts.astype(np.int64), sizes.astype(np.int64)
         before = np.concatenate([[0], np.cumsum(nbytes)])
         index = np.searchsorted(begin + nbytes, edges, side="right")

@@ -71,20 +71,20 @@ Pair = tuple[int, Path, int]
 
 class Straight(NamedTuple):
     """Bytes that go to plain tensors as they are, in columns and in the order of the stream: where
-    they are there, to which address and how many; image offered, leaf of the destination. Some
-    bytes may go to several tensors."""
+    they are there, to which address and how many; image offered, leaf of the destination, and
+    its GPU, or -1. Some bytes may go to several tensors."""
 
     at: Column
     address: Column
     nbytes: Column
     image: Indices
     leaf: Indices
-    on_host: Marks
+    gpu: Numbers
 
     @classmethod
     def none(cls) -> Straight:
         lengths, indices = np.zeros(0, np.uint64), np.zeros(0, np.intp)
-        return cls(lengths, lengths, lengths, indices, indices, np.zeros(0, bool))
+        return cls(lengths, lengths, lengths, indices, indices, np.zeros(0, np.int64))
 
     def meets(self, spans: Iterable[tuple[int, int]]) -> bool:
         """Whether a tensor has bytes at these addresses [low, high)."""
@@ -92,6 +92,12 @@ class Straight(NamedTuple):
         lows = np.concatenate([self.address, lows])
         highs = np.concatenate([self.address + self.nbytes, highs])
         return bool(reaching(lows, highs)[: len(self.address)].any())
+
+    @property
+    def on_host(self) -> Marks:
+        """Whether each goes to host memory."""
+        marks: Marks = self.gpu < 0
+        return marks
 
     @property
     def runs(self) -> Runs:
@@ -109,7 +115,7 @@ class Straight(NamedTuple):
             return self
         return self.some(np.argsort(self.at, kind="stable"))
 
-    def joined(self, more: Sequence[tuple[int, int, int, int, int, bool]]) -> Straight:
+    def joined(self, more: Sequence[tuple[int, int, int, int, int, int]]) -> Straight:
         """With more rows; what goes to one address twice does so once."""
         if not more:
             return self
@@ -159,7 +165,7 @@ def split(
         plain.nbytes[here],
         images,
         plain.leaves[here],
-        plain.on_host[here],
+        plain.gpus[here],
     ).in_order()
     if matched.tree is not None and len(here) == len(rows):
         return pieces, []

@@ -145,7 +145,7 @@ class ExistingTensors(StateLanding):
         self._written += [sharded[n] for n in leaves if n in sharded] if sharded else []
         self._late: list[Fit | ArrayFit] = []
         self._wholes: dict[int, tuple[m.SparseLeaf, Path]] = {}
-        rows: list[tuple[int, int, int, int, int, bool]] = []
+        rows: list[tuple[int, int, int, int, int, int]] = []
         more: list[torch.Tensor] = []
         for pair, path, here in fits:
             if isinstance(pair, ArrayFit):
@@ -163,7 +163,7 @@ class ExistingTensors(StateLanding):
             part, tensor = pair.part, pair.destination
             at = self.chunks.start_of(part.storage) + part.offset
             number = len(locals_) + len(more)
-            rows.append((at, tensor.data_ptr(), nbytes, part.storage, number, on_host(tensor)))
+            rows.append((at, tensor.data_ptr(), nbytes, part.storage, number, gpu_of(tensor)))
             more.append(tensor)
         self._tensors = [*locals_, *more] if more else locals_
         return plain.joined(rows)
@@ -213,14 +213,10 @@ class ExistingTensors(StateLanding):
         """Images all of whose bytes go to one device, and to the host in no other way: they are
         staged there."""
         table = self._table
-        numbers = np.full(len(table.image), -1, np.int64)
-        far = np.flatnonzero(~table.on_host)
-        tensors = [self._tensors[number] for number in table.leaf[far].tolist()]
-        numbers[far] = [tensor.get_device() for tensor in tensors]
-        for number in np.unique(numbers[far]).tolist():
+        for number in np.unique(table.gpu[~table.on_host]).tolist():
             marks = np.zeros(self.record.images, bool)
-            marks[table.image[numbers == number]] = True
-            marks[table.image[numbers != number]] = False
+            marks[table.image[table.gpu == number]] = True
+            marks[table.image[table.gpu != number]] = False
             yield device_of(number), np.flatnonzero(marks & ~near)
 
     def own(self) -> Iterator[OwnTensor]:
@@ -342,8 +338,8 @@ class ExistingTensors(StateLanding):
                 to.copy_(held.bytes(image)[skip : skip + nbytes])
 
 
-def on_host(tensor: torch.Tensor) -> bool:
-    return tensor.is_cpu
+def gpu_of(tensor: torch.Tensor) -> int:
+    return tensor.get_device()
 
 
 def device_of(number: int) -> torch.device:

@@ -33,7 +33,7 @@ class PlainLayout:
         shared = reaching(plain.addresses, plain.addresses + plain.nbytes)
         # Tensors that share no memory with each other.
         self.plain: PlainTensors = plain.some(~shared) if shared.any() else plain
-        self.plain.on_host  # noqa: B018  # asked for while there is time
+        self.plain.gpus  # noqa: B018  # asked for while there is time
 
     @cached_property
     def kinds(self) -> Numbers:

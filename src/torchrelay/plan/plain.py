@@ -39,6 +39,7 @@ class TensorKind(NamedTuple):
     itemsize: int
     nbytes: int
     device: str
+    gpu: int  # -1 for the host
 
 
 _DEVICES = ("cpu", "cuda")
@@ -73,9 +74,15 @@ class PlainTensors:
         return table[self.kind_of]
 
     @cached_property
+    def gpus(self) -> Numbers:
+        """The GPU that each lies on; -1 for host memory."""
+        column: Numbers = np.array([kind.gpu for kind in self.kinds], np.int64)[self.kind_of]
+        return column
+
+    @cached_property
     def on_host(self) -> Marks:
         """Whether each lies in host memory."""
-        column: Marks = np.array([kind.device == "cpu" for kind in self.kinds], bool)[self.kind_of]
+        column: Marks = self.gpus < 0
         return column
 
     @property
@@ -235,4 +242,5 @@ def _kind(tensor: torch.Tensor) -> TensorKind | None:
     flags = m.REQUIRES_GRAD if tensor.requires_grad else 0
     flags |= 0 if type(tensor) is _Tensor else m.PARAMETER
     size = tensor.element_size()
-    return TensorKind(name, shape, flags, size, prod(shape) * size, device)
+    nbytes = prod(shape) * size
+    return TensorKind(name, shape, flags, size, nbytes, device, tensor.get_device())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import threading
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -9,8 +10,15 @@ from contextlib import ExitStack
 import numpy as np
 import pytest
 
+from torchrelay.geometry.runs import Runs
 from torchrelay.transports.routes.cuda import handles
-from torchrelay.transports.routes.cuda.handles import Export, Exported, IpcError, Openings
+from torchrelay.transports.routes.cuda.handles import (
+    Export,
+    Exported,
+    Exports,
+    IpcError,
+    Openings,
+)
 
 SENDER, ANOTHER = 0, 1
 
@@ -144,3 +152,59 @@ def test_transfers_at_once_over_changing_allocations(driver: Driver) -> None:
     assert wrong == [] and len(driver.ids) <= 2
     openings.close()
     assert driver.ids == []
+
+
+class Allocations:
+    """Allocations of 64 bytes that this process has, by their bases, and their ids."""
+
+    def __init__(self, *bases: int) -> None:
+        self.ids = {base: number for number, base in enumerate(bases, 1)}
+        self.found: list[int] = []  # addresses that were looked up
+
+    def export(self, address: int, number: int) -> handles._Allocation:
+        self.found.append(address)
+        base = max(base for base in self.ids if base <= address)
+        return handles._Allocation(base, 64, Export(number, "gpu", bytes(64)))
+
+    def cuPointerGetAttribute(self, to: ctypes.c_void_p, _: object, base: ctypes.c_uint64) -> int:
+        ctypes.c_uint64.from_address(to.value or 0).value = self.ids[base.value]
+        return 0
+
+
+@pytest.fixture
+def allocations(monkeypatch: pytest.MonkeyPatch) -> Allocations:
+    """Two that follow each other, and one apart from them."""
+    made = Allocations(1024, 1088, 4096)
+    monkeypatch.setattr(handles, "_export", made.export)
+    monkeypatch.setattr(
+        handles, "_attribute", lambda at, which: made.ids[max(b for b in made.ids if b <= at)]
+    )
+    monkeypatch.setattr(handles, "brief_driver", lambda: made)
+    return made
+
+
+@pytest.mark.parametrize(
+    ("memory", "ids"),
+    [
+        (Runs([0, 8], [1024, 4096], [8, 8]), [1, 3]),
+        (Runs([0], [1032], [100]), [1, 2]),  # from one allocation into the next
+        (Runs([0], [1088], [64]), [2]),
+        (Runs([0, 64], [4096, 1024], [64, 128]), [1, 2, 3]),
+    ],
+)
+def test_allocations_are_looked_up_once(
+    allocations: Allocations, memory: Runs, ids: list[int]
+) -> None:
+    exports = Exports()
+    first = exports.of(memory)
+    assert [export.id for export in first.exports] == ids
+    looked_up = len(allocations.found)
+    assert exports.of(memory) == first
+    assert len(allocations.found) == looked_up
+
+
+def test_an_allocation_with_another_id_is_looked_up_again(allocations: Allocations) -> None:
+    exports, memory = Exports(), Runs([0], [1032], [100])
+    exports.of(memory)
+    allocations.ids[1088] = 9
+    assert [export.id for export in exports.of(memory).exports] == [1, 9]

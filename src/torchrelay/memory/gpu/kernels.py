@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import ctypes
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from itertools import pairwise
@@ -30,7 +30,6 @@ COPY_THREADS = 512
 BLOCKS_PER_PROCESSOR = 4
 HASH_THREADS = 32
 CHUNKS_PER_BLOCK = HASH_THREADS // 8  # eight threads take a chunk
-TABLES_KEPT = 8
 _ORDINAL = 9  # CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL
 _NAMES = (b"torchrelay_copy", b"torchrelay_xxh3_128", b"torchrelay_copy_xxh3_128")
 _WORD = 8  # bytes that the kernels hash at a time, where they lie and go to
@@ -182,48 +181,27 @@ class ChunkTable:
         zeros. `to`: where the same bytes are copied to."""
         copies = to is not None
         to = memory if to is None else to
-        # Ascending columns: a sort that finds that out is done with them at once.
+        # Segments begin where chunks do, and where memory begins or ends inside of one.
         several = (memory.starts, memory.stops, *((to.starts, to.stops) if copies else ()))
-        ends = stops[np.append(stops[:-1] != starts[1:], True)] if len(stops) else stops
-        edges = np.concatenate((*several, starts, ends))
-        edges.sort(kind="stable")
-        edges = edges[np.append(True, edges[1:] != edges[:-1])] if len(edges) else edges
-        low, high = edges[:-1], edges[1:]
-        chunk = np.searchsorted(starts, low, side="right").astype(np.int64) - 1
-        chunk[stops[chunk] <= low] = -1
-        inside = chunk >= 0
-        low, high, chunk = low[inside], high[inside], chunk[inside]
+        cuts = np.concatenate(several if len(starts) else (starts,))
+        within = np.searchsorted(starts, cuts, side="right") - 1
+        cuts = cuts[(within >= 0) & (cuts > starts[within]) & (cuts < stops[within])]
+        low, high, first = starts, stops, np.arange(len(starts))
+        chunk = first
+        if len(cuts) or (starts == stops).any():  # mostly each chunk is one segment
+            low = np.unique(np.concatenate((starts, cuts)))
+            chunk = np.searchsorted(starts, low, side="right") - 1
+            high = np.minimum(np.append(low[1:], stops[-1:]), stops[chunk])
+            low, high, chunk = low[low < high], high[low < high], chunk[low < high]
+            first = np.searchsorted(chunk, first)
         begin = starts[chunk]
-        base = _bases(memory, low, begin)
-        target = _bases(to, low, begin) if copies else np.zeros_like(base)
-        first = np.searchsorted(chunk, np.arange(len(starts))).astype(np.uint64)
-        chunks = np.stack([first, stops - starts], axis=1)
-        segments = np.stack([base, high - begin, target], axis=1)
-        return cls(np.concatenate((chunks.ravel(), segments.ravel())), len(starts), copies)
-
-
-class LastTables:
-    """The last few tables, by the columns that they were made of: a state that is sent again lies
-    where it lay, and comparing columns is faster than making a table. Threads may share it."""
-
-    def __init__(self) -> None:
-        self._made: list[tuple[Numbers, ChunkTable]] = []
-        self._lock = threading.Lock()
-
-    def made(self, columns: Sequence[Column], make: Callable[[], ChunkTable]) -> ChunkTable:
-        """The table that was made of these columns, or is made now."""
-        key = np.concatenate((np.array([len(column) for column in columns], np.uint64), *columns))
-        with self._lock:
-            same = (table for known, table in self._made if np.array_equal(known, key))
-            if (found := next(same, None)) is not None:
-                return found
-        made = make()
-        with self._lock:
-            self._made = [*self._made, (key, made)][-TABLES_KEPT:]
+        made = cls(np.empty(2 * len(starts) + 3 * len(low), np.uint64), len(starts), copies)
+        made.chunks[:, 0] = first
+        made.chunks[:, 1] = stops - starts
+        made.segments[:, 0] = _bases(memory, low, begin)
+        made.segments[:, 1] = high - begin
+        made.segments[:, 2] = _bases(to, low, begin) if copies else 0
         return made
-
-
-_last = LastTables()
 
 
 def _bases(memory: Runs, low: Column, begin: Column) -> Column:
@@ -287,9 +265,7 @@ def digests_of(
     if not len(starts):
         return []
     begin, end, edges = cells_of(starts, sizes)
-    places = [memory] if to is None else [memory, to]
-    columns = [column for runs in places for column in (runs.starts, runs.stops, runs.addresses)]
-    table = _last.made([begin, end, *columns], lambda: ChunkTable.of(memory, begin, end, to))
+    table = ChunkTable.of(memory, begin, end, to)
     with torch.cuda.device(device), side_stream():
         cells = digests(table, device).cpu().numpy().tobytes()
     return [

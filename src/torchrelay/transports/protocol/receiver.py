@@ -189,11 +189,13 @@ class Receiving:
 
     def run(self) -> Loaded:
         with self._watch("call"):
+            # Meanwhile the sender describes its state, and is slow to answer a call.
+            into = _prepared(self._options.into)
             source = SourceRank(
                 self._member, self._sender, self._options, self._deadline, self._watch
             )
         try:
-            landed = self._run(source)
+            landed = self._run(source, into)
         except BaseException as fault:
             torn = self._landing is not None and self._landing.torn
             source.talk.send(last_message(fault, torn=torn))
@@ -211,11 +213,9 @@ class Receiving:
         report = report_of([source], step, source.nbytes, landed, self._watch)
         return Loaded(landed.state, step, report)
 
-    def _run(self, source: SourceRank) -> Landed:
+    def _run(self, source: SourceRank, into: object) -> Landed:
         talk = source.talk
         with self._watch("call"):
-            # While the sender describes its state.
-            into = _prepared(self._options.into)
             source.offer = talk.expect(m.Offer)
         with self._watch("join"):
             landing = self._landing = self._fit(source, into)
@@ -254,5 +254,5 @@ def _prepared(into: object) -> object:
         return None
     try:
         return prepare(into)
-    except StateError:
-        return into  # refused when it is offered a state, so that the sender hears of it
+    except Exception:
+        return into  # raised again when a state is offered for it, so that the sender hears of it

@@ -24,7 +24,7 @@ import numpy as np
 import torch
 from msgspec import Meta
 
-from torchrelay.geometry.runs import Column, Runs, moves
+from torchrelay.geometry.runs import Column, Runs, moves, reached
 from torchrelay.memory.gpu.kernels import CudaError, brief_driver, device_at, driver
 from torchrelay.record.manifest import MAX_STREAM_BYTES
 from torchrelay.transports.routes.host import place
@@ -141,10 +141,13 @@ class Exports:
             return []
         bases = np.array([one.base for one in known], np.uint64)
         ends = bases + np.array([one.nbytes for one in known], np.uint64)
-        at = np.searchsorted(bases, lows, side="right").astype(np.int64) - 1
-        if (at < 0).any() or (highs > ends[at]).any():
+        first = np.searchsorted(bases, lows, side="right") - 1
+        last = np.searchsorted(bases, highs, side="left") - 1
+        # Tensors that follow each other may reach from one allocation into the next.
+        gaps = np.append(0, np.cumsum(bases[1:] != ends[:-1]))
+        if (first < 0).any() or (highs > ends[last]).any() or (gaps[first] != gaps[last]).any():
             return []
-        found = [known[index] for index in np.unique(at).tolist()]
+        found = [known[n] for n in np.flatnonzero(reached(first, last, len(known))).tolist()]
         # Calls that return at once: giving the interpreter away would take longer.
         ask = brief_driver().cuPointerGetAttribute
         return found if all(one.holds(ask) for one in found) else []
@@ -228,15 +231,17 @@ class Openings:
                 if key not in self._open:
                     self._open[key] = open_export(export)
             self._readers.update(keys)
-            self._newest[sender] = keys
-            self._close_unused()
+            if self._newest.get(sender) != keys:
+                self._newest[sender] = keys
+                self._close_unused()
             opened = [self._open[key] for key in keys]
         try:
             yield sources(memory.device, opened, stream_bytes)
         finally:
             with self._lock:
                 self._readers.subtract(keys)
-                self._close_unused()
+                if self._newest.get(sender) != keys:
+                    self._close_unused()
 
     def _close_unused(self) -> None:
         """Close what no transfer reads and no sender's newest state lies in: this process must not
