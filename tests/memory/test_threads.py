@@ -9,6 +9,7 @@ import pytest
 
 from torchrelay.deadlines import LOOK_UP, wait_until_set
 from torchrelay.memory import threads
+from torchrelay.memory.crew import share_out
 
 SECONDS = 20.0
 
@@ -152,3 +153,53 @@ def test_no_wait_is_so_long_that_an_interrupt_before_it_is_slept_through() -> No
     asked.clear()
     assert not wait_until_set(Late(), LOOK_UP / 2) and 0 < asked.pop() <= LOOK_UP / 2 and not asked
     assert not wait_until_set(threading.Event(), -1.0)
+
+
+def test_one_that_is_ended_before_it_begins_never_does() -> None:
+    among: list[threads.Running] = []
+    blocked, go = threading.Event(), threading.Event()
+
+    def wait() -> None:
+        blocked.set()
+        go.wait(SECONDS)
+
+    busy = threads.run(wait, "test", among=among)
+    assert among == [busy] and blocked.wait(SECONDS)
+    lost = threads.Running()  # registered; an exception came before it had a thread
+    lost.end()
+    lost.end()
+    assert lost.wait(0) and not busy.wait(0)
+    go.set()
+    busy.end()
+    assert busy.wait(0)
+
+
+def test_an_interrupt_while_work_is_shared_out_waits_for_what_has_begun(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The memory that it writes to is the caller's again when this returns."""
+    here, begun, go, done = threading.get_ident(), threading.Event(), threading.Event(), []
+    end = threads.Running.end
+
+    def act(task: int) -> None:
+        if threading.get_ident() == here:
+            assert begun.wait(SECONDS)
+            return
+        begun.set()
+        assert go.wait(SECONDS)
+        done.append(task)
+
+    def interrupted(self: threads.Running, seconds: float | None = None) -> bool:
+        monkeypatch.undo()
+        monkeypatch.setattr(threads.Running, "end", let_go)
+        raise KeyboardInterrupt
+
+    def let_go(self: threads.Running) -> None:
+        go.set()
+        end(self)
+
+    monkeypatch.setattr(threads.Running, "wait", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        share_out(range(2), lambda: act, 2)
+    go.set()
+    assert len(done) == 1

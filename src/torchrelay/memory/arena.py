@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import mmap
 import os
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -87,7 +88,8 @@ class Arena:
         self.close()
 
     def __del__(self) -> None:
-        self.close()
+        with suppress(AttributeError):  # one that could not be made
+            self.close()
 
 
 def register(address: int, nbytes: int) -> int:

@@ -36,14 +36,20 @@ def share_out(tasks: Iterable[Task], hand: Callable[[], Callable[[Task], None]],
         except BaseException as fault:
             failures.append(fault)
 
-    others = []
-    with suppress(RuntimeError):  # no thread can be started while the interpreter ends
-        threads.get_ready(min(most, len(todo)) - 1)
-        for _ in range(min(most, len(todo)) - 1):
-            others.append(threads.run(work, "crew"))
-    work()
-    for running in others:
-        running.wait()
+    others: list[threads.Running] = []
+    try:
+        with suppress(RuntimeError):  # no thread can be started while the interpreter ends
+            threads.get_ready(min(most, len(todo)) - 1)
+            for _ in range(min(most, len(todo)) - 1):
+                threads.run(work, "crew", among=others)
+        work()
+        for running in others:
+            running.wait()
+    except BaseException as fault:  # out of a signal handler
+        failures.append(fault)
+        for running in others:
+            running.end()
+        raise
     if failures:
         raise failures[0]
 

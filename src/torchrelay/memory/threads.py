@@ -28,6 +28,7 @@ class Running:
     """Something that runs on a thread."""
 
     def __init__(self) -> None:
+        self._claim = threading.Lock()  # taken by its thread, or by who ends it before it begins
         self._over = threading.Event()
         self._thread = 0
 
@@ -40,10 +41,27 @@ class Running:
         """Wait until it is over, or for so long; whether it is."""
         return wait_until_set(self._over, seconds)
 
+    def end(self) -> None:
+        """Return when it is over. If it has not begun, it never does."""
+        if self._claim.acquire(blocking=False):
+            self._over.set()
+        self.wait()
 
-def run(target: Callable[[], object], name: str, niceness: int = 0) -> Running:
-    """Have a daemon thread call `target` at once. An exception is printed, and goes no further."""
+
+def run(
+    target: Callable[[], object],
+    name: str,
+    niceness: int = 0,
+    among: list[Running] | None = None,
+) -> Running:
+    """Have a daemon thread call `target` at once. An exception is printed, and goes no further.
+
+    `among` has it before it begins, so that an exception out of a signal handler loses none:
+    whoever gives up ends all of them.
+    """
     running = Running()
+    if among is not None:
+        among.append(running)
     try:
         thread = _idle[niceness].pop()
     except IndexError:
@@ -83,7 +101,8 @@ class _Thread:
                 continue
             running._thread = threading.get_ident()
             try:
-                target()
+                if running._claim.acquire(blocking=False):
+                    target()
             except BaseException:
                 threading.excepthook(threading.ExceptHookArgs((*sys.exc_info(), me)))
             del target  # nothing of it is kept alive when it is over

@@ -25,18 +25,17 @@ class Workers:
     def submit(self, job: Callable[[], object]) -> None:
         self._jobs.put(job)
         if len(self._running) < self._most:
-            self._running.append(threads.run(self._run, "worker"))
+            threads.run(self._run, "worker", among=self._running)
 
     def stop(self) -> None:
         """Drop what has not begun; returns when no job runs any more."""
         with suppress(queue.Empty):
             while True:
                 self._jobs.get_nowait()
-        for _ in self._running:
-            self._jobs.put(None)
+        self._jobs.put(None)
         for running in self._running:
             if not running.here:
-                running.wait()
+                running.end()
 
     def _run(self) -> None:
         while (job := self._jobs.get()) is not None:
@@ -45,3 +44,4 @@ class Workers:
             except Exception as fault:
                 self._report(fault)
             del job
+        self._jobs.put(None)  # for the others
