@@ -15,6 +15,7 @@ import errno
 import os
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, closing, suppress
+from random import random
 
 from torchrelay.memory.pages import address_of
 from torchrelay.stores.local.files import named, open_plain, through
@@ -95,11 +96,13 @@ class LocalReader(DataReader):
         return file
 
     def _is_out_of_cache(self, fd: int) -> bool:
-        """Whether most of the file is not in the page cache."""
+        """Whether most of the file is not in the page cache. A probe has the kernel read ahead
+        there, so the next look probes at other positions."""
         misses = 0
         for probe in range(PROBES):
+            position = int(self.nbytes * (probe + random()) / PROBES)
             try:
-                os.preadv(fd, [bytearray(1)], self.nbytes * probe // PROBES, _NO_WAIT)
+                os.preadv(fd, [bytearray(1)], position, _NO_WAIT)
             except BlockingIOError:
                 misses += 1
             except OSError:  # a file system that does not tell
