@@ -132,7 +132,7 @@ def find_plain(
     plain: list[int] | None = None  # places, once some tensors are not plain
     numbers: list[Numbers] = [np.zeros(0, np.int64)]
     addresses: list[int] = []
-    starts: list[int] = []
+    starts: list[Column] = [np.zeros(0, np.uint64)]
     done = 0
     for some in blocks(tensors):
         kept: Sequence[Any] = some
@@ -156,7 +156,7 @@ def find_plain(
         numbers.append(found)
         addresses += where
         if offsets:
-            starts += map(_storage_offset, kept)
+            starts.append(np.fromiter(map(_storage_offset, kept), np.uint64, len(kept)))
         if versions is not None:
             versions += versions_of(kept)
     if plain is not None:
@@ -168,7 +168,7 @@ def find_plain(
         kinds.found,
         np.concatenate(numbers),
         np.array(addresses, np.uint64),
-        np.array(starts, np.uint64),
+        np.concatenate(starts),
     )
 
 
