@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import partial
 
-from torchrelay.deadlines import TICK, Deadline, Stopwatch
+from torchrelay.deadlines import TICK, Deadline
 from torchrelay.errors import (
     DigestError,
     ManifestError,
@@ -90,9 +90,9 @@ class Gather:
         join = self._join_deadline = Deadline(max(self._deadline.left(), 0.001))
 
         def ask(rank: int) -> None:
-            watch = Stopwatch()
-            watch.phase = "join"
-            source = SourceRank(self._member, rank, self._options, join, watch, parts=True)
+            call = TransferCall(join)
+            call.watch.phase = "join"
+            source = SourceRank(self._member, rank, self._options, call, parts=True)
             self._called.append(source)
             source.offer = source.talk.expect(Offer)
             join.hasten(self._window)
@@ -180,12 +180,7 @@ class Gather:
                 raise StepMismatchError(
                     f"rank {rank} sends several states to this rank: say which by step=", rank=rank
                 )
-        step = found.pop()
-        if self._options.step is not None and step != self._options.step:
-            raise StepMismatchError(
-                f"step {step} is offered, step {self._options.step} was asked for", step=step
-            )
-        return step
+        return found.pop()
 
     def _planned(self, before: GatherPlan | None) -> GatherPlan:
         """`MismatchError` if the sources do not have what is wanted; the first that was lost is
@@ -257,5 +252,5 @@ class Gather:
             raise TornStateError(TORN, phase="commit") from fault
         settle()
         for rank, source in self._sources.items():
-            self._member.node.note_committed(rank, source.offer.transfer)
+            self._member.node.committed[rank] = source.offer.transfer
         return landed

@@ -17,8 +17,8 @@ from torchrelay.plan.snapshot import Snapshot, SnapshotPart
 from torchrelay.record.reads import decode_reads
 from torchrelay.results import Outcome, Report, Traffic
 from torchrelay.transports.meeting.connection import Connection, ConnectionLost, Inbox, MessageHeard
-from torchrelay.transports.meeting.matching import OpenSend
-from torchrelay.transports.meeting.node import DataTicket, ReceiverJoined, WrongStep
+from torchrelay.transports.meeting.matching import OpenSend, ReceiverJoined, WrongStep
+from torchrelay.transports.meeting.node import DataTicket
 from torchrelay.transports.protocol.options import SendOptions, TransferCall
 from torchrelay.transports.protocol.peers import Peer, Stage, outcome
 from torchrelay.transports.protocol.sender_machine import SenderMachine
@@ -164,9 +164,9 @@ class Sending:
             if isinstance(event, ReceiverJoined):
                 event.connection.send(m.Abort(reason))
                 event.connection.close()
-                untold.discard(event.connection.rank)
-            elif isinstance(event, WrongStep):
                 untold.discard(event.rank)
+            elif isinstance(event, WrongStep):
+                untold.discard(event.join.rank)
 
     def _join(self) -> None:
         left = min(self._machine.join_ends() - time.monotonic(), self._deadline.left())
@@ -201,7 +201,7 @@ class Sending:
     def _close(self) -> None:
         for rank, peer in self._peers.items():
             if peer.stage is Stage.UNKNOWN and rank in self.served:
-                self._node.note_unknown(rank, self._tickets[rank].transfer)
+                self._node.unknown[rank] = self._tickets[rank].transfer
         self._workers.stop()
         for one in self.served.values():
             one.close()
@@ -216,13 +216,12 @@ class Sending:
     def _handle(self, event: object) -> None:
         now = time.monotonic()
         if isinstance(event, ReceiverJoined):
-            rank = event.connection.rank
-            if self._peers[rank].stage is Stage.EXPECTED:
-                self.served[rank] = Served(event.connection)
-            if not self._machine.joined(rank, event.join, event.several, now):
+            if self._peers[event.rank].stage is Stage.EXPECTED:
+                self.served[event.rank] = Served(event.connection)
+            if not self._machine.joined(event.rank, event.message, event.several, now):
                 self._node.put_back(event)
         elif isinstance(event, WrongStep):
-            self._machine.wrong_step(event.rank, event.step, self._options.step)
+            self._machine.wrong_step(event.join.rank, event.reason)
         elif isinstance(event, (MessageHeard, ConnectionLost)):
             one = self.served.get(event.connection.rank)
             if one is not None and one.connection is event.connection:

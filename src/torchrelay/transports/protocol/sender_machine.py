@@ -116,10 +116,9 @@ class SenderMachine:
             self.fail(peer, f"cannot be served: {why}")
         return True
 
-    def wrong_step(self, rank: int, step: int | None, offered: int | None) -> None:
+    def wrong_step(self, rank: int, reason: str) -> None:
         """A receiver wants a step that is not sent."""
         if self.peers[rank].stage is Stage.EXPECTED:
-            reason = f"step {offered} is offered, step {step} was asked for"
             self.peers[rank].refuse(Refuse("step", reason))
 
     def end_join(self, now: float) -> None:
