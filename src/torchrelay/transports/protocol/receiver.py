@@ -126,8 +126,7 @@ class SourceRank:
         self.choices.append(choice)
         self.nbytes += landing.chunks.nbytes
         self.talk.send(m.Accept(route.name, fetch.answer, instead, reads))
-        likely = route.name == self.offer.likely
-        go = m.Go(self.offer.go) if likely else self.talk.expect(m.Go)
+        go = self.talk.expect(m.Go)
         return partial(fetch.run, go.data, go.patience)
 
     def _choose(self, incoming: Incoming) -> Choice:

@@ -43,7 +43,6 @@ class Served:
     connection: Connection
     services: dict[str, r.RouteService] = field(default_factory=dict)
     service: r.RouteService | None = None  # of the route that it took
-    likely: str = ""  # a route that has begun already
     asked: set[int] = field(default_factory=set)  # chunks whose digests it has asked for
 
     def close(self) -> None:
@@ -169,7 +168,7 @@ class Sending:
                 untold.discard(event.join.rank)
 
     def _join(self) -> None:
-        left = min(self._machine.join_ends() - time.monotonic(), self._deadline.left())
+        left = self._machine.join_ends() - time.monotonic()
         if left > 0:
             self._take(min(left, self._machine.tick_seconds))
             self._tick()
@@ -190,18 +189,13 @@ class Sending:
 
     def _tick(self) -> None:
         now = time.monotonic()
-        silent, stuck = {}, {}
-        for rank, one in self.served.items():
-            silent[rank] = now - one.connection.heard_at
-            since = None if one.service is None else one.service.stuck_since
-            if since is not None:  # asked once: the last chunk may leave between two looks
-                stuck[rank] = now - since
+        silent = {rank: now - one.connection.heard_at for rank, one in self.served.items()}
+        # Asked once: the last chunk may leave between two looks.
+        since = {rank: one.service.stuck_since for rank, one in self.served.items() if one.service}
+        stuck = {rank: now - at for rank, at in since.items() if at is not None}
         self._machine.tick(now, silent, stuck)
 
     def _close(self) -> None:
-        for rank, peer in self._peers.items():
-            if peer.stage is Stage.UNKNOWN and rank in self.served:
-                self._node.unknown[rank] = self._tickets[rank].transfer
         self._workers.stop()
         for one in self.served.values():
             one.close()
@@ -255,14 +249,14 @@ class Sending:
         except Exception as fault:
             return _reason(fault)
         self.send(rank, offer)
-        if offer.likely == "cuda_ipc" and offer.verify:
+        if offer.verify and join.place.devices and "cuda_ipc" in offer.routes:
             # Devices hash what lies there: the receiver is likely to ask for it.
             self._workers.submit(self._outgoing.hash_on_devices)
         return ""
 
     def _make_offer(self, rank: int, join: m.Join, several: bool) -> m.Offer:
         """A record, and the routes by which the bytes can travel."""
-        one, outgoing, receivers = self.served[rank], self._outgoing, len(self._peers)
+        one, outgoing = self.served[rank], self._outgoing
         receiver = r.Receiver(
             rank,
             self._member,
@@ -274,11 +268,6 @@ class Sending:
         )
         one.services = services(receiver, self._options.route)
         said = {name: end.offer(outgoing) for name, end in one.services.items()}
-        go = b""
-        if receivers == 1 and not join.parts:  # if it will read, it need not wait for a `Go`
-            one.likely = next((name for name, end in one.services.items() if end.is_likely), "")
-            if one.likely:
-                go = one.services[one.likely].begin(outgoing, m.Accept(one.likely), r.Link(rank))
         return m.Offer(
             self._record,
             receiver.transfer,
@@ -287,18 +276,14 @@ class Sending:
             self._options.route,
             {name: facts for name, facts in said.items() if isinstance(facts, bytes)},
             {name: why.because for name, why in said.items() if isinstance(why, r.Unavailable)},
-            one.likely,
-            go,
             several,
-            max(1, cores() // receivers),
+            max(1, cores() // len(self._peers)),
         )
 
     def go(self, link: r.Link, patience: float) -> str:
         one, accept = self.served[link.rank], self._peers[link.rank].accept
         assert accept is not None
         one.service, one.asked = one.services[accept.route], set()
-        if accept.route == one.likely and accept.reads is None:
-            return ""
         try:
             data = one.service.begin(self._outgoing_of(accept), accept, link)
         except Exception as fault:
@@ -359,6 +344,8 @@ class Sending:
         self.served[rank].connection.send(message)
 
     def drop(self, rank: int) -> None:
+        if self._peers[rank].stage is Stage.UNKNOWN:
+            self._node.unknown[rank] = self._tickets[rank].transfer
         self.served[rank].close()
 
 

@@ -95,8 +95,6 @@ class Offer(_LargeMessage, frozen=True):
     route: Name | None = None  # the only one I take
     routes: Annotated[dict[Name, Blob], Meta(max_length=64)] = {}
     unavailable: Reasons = {}  # routes that I cannot serve, and why
-    likely: Name = ""  # the route that you will probably take, and `go` for it: do not wait
-    go: Blob = b""
     several: bool = False  # I have other states for you: a step must be asked for
     threads: Count = 1  # to copy with on this machine, for each receiver
 
