@@ -136,7 +136,8 @@ class Connection:
         self._sock, self._loop = sock, loop
         self._lock = threading.Lock()
         self._reader = messages.FrameReader()
-        self._backlog: deque[memoryview] = deque()
+        self._backlog = bytearray()
+        self._unsent = 0  # messages in it
         self._came = self._taken = 0  # bytes of messages; each has one thread that adds to it
         self._closing = self._closed = False
 
@@ -157,23 +158,31 @@ class Connection:
 
     def send(self, message: Message) -> None:
         """Send a message. Does not block; a lost connection is an event."""
-        data = memoryview(messages.encode(message))
+        data = messages.encode(message)
         with self._lock:
-            if self._closed or self._closing:
+            if self.closed:
                 return
-            if not self._backlog:
-                try:
-                    data = data[self._sock.send(data) :]
-                except BlockingIOError:
-                    pass
-                except OSError:
-                    return  # the reader finds out why
-            if data:
-                self._backlog.append(data)
-                if len(self._backlog) == 1:
+            self._backlog += data
+            self._unsent += 1
+            if self._unsent == 1:
+                self._flush()
+                if self._backlog:
                     self._in_loop(self._want_to_write)
-                elif len(self._backlog) > UNSENT:
-                    self._in_loop(self._lose, "it does not take its messages")
+            elif self._unsent > UNSENT:
+                self._in_loop(self._lose, "it does not take its messages")
+
+    def _flush(self) -> None:
+        """Send what the socket takes. The caller has the lock."""
+        try:
+            while self._backlog:
+                with memoryview(self._backlog) as data:
+                    sent = self._sock.send(data)
+                del self._backlog[:sent]
+        except BlockingIOError:
+            return
+        except OSError:
+            self._backlog.clear()  # the reader finds out why
+        self._unsent = 0
 
     def close(self) -> None:
         """Close it, once what was sent has left. Any thread may."""
@@ -229,18 +238,9 @@ class Connection:
 
     def _writable(self) -> None:
         with self._lock:
-            try:
-                while self._backlog:
-                    data = self._backlog[0]
-                    data = data[self._sock.send(data) :]
-                    if data:
-                        self._backlog[0] = data
-                        return
-                    self._backlog.popleft()
-            except BlockingIOError:
+            self._flush()
+            if self._backlog:
                 return
-            except OSError:
-                self._backlog.clear()  # the reader finds out why
         self._loop.remove_writer(self._sock.fileno())
         if self._closing:
             self._end()

@@ -14,8 +14,9 @@ import socket
 import threading
 import weakref
 from collections.abc import Callable
-from typing import Protocol
+from typing import Any, Protocol
 
+from torchrelay.errors import UsageError
 from torchrelay.transports.meeting.addresses import listen_here
 from torchrelay.transports.meeting.connection import close_in_child, note_open
 from torchrelay.transports.wire import handshake
@@ -44,6 +45,8 @@ class Listener:
         self.host, self.port = self._socket.getsockname()[:2]
         self.loop = asyncio.new_event_loop()
         self._nodes: weakref.WeakValueDictionary[bytes, Admission] = weakref.WeakValueDictionary()
+        self.group_nodes: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
+        self.lock = threading.Lock()  # of `group_nodes`
         self._strangers: dict[asyncio.Task[None], None] = {}  # the oldest first
         self.loop.call_soon(self._accept_from_now_on)
         thread = threading.Thread(
@@ -116,11 +119,14 @@ _lock = threading.Lock()
 
 
 def listener_here() -> Listener:
-    """The listener of this process. Raises `OSError` if no address can be listened at."""
+    """The listener of this process. Raises `UsageError` if no address can be listened at."""
     global _here
     with _lock:
         if _here is None:
-            _here = Listener()
+            try:
+                _here = Listener()
+            except OSError as fault:
+                raise UsageError(f"cannot listen for the other ranks: {fault}") from fault
         return _here
 
 

@@ -7,27 +7,17 @@ refers to it weakly, so it ends with its group.
 from __future__ import annotations
 
 import contextlib
-import os
 import socket
-import threading
 import time
-import weakref
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any, NamedTuple
 
 from torchrelay.deadlines import Deadline
-from torchrelay.errors import UsageError
 from torchrelay.transports.meeting.calling import call_rank, call_until
-from torchrelay.transports.meeting.connection import (
-    Connection,
-    ConnectionLost,
-    Event,
-    Inbox,
-    MessageHeard,
-)
+from torchrelay.transports.meeting.connection import Connection, Event, Inbox, MessageHeard
 from torchrelay.transports.meeting.directory import Directory, Identity, directory_of
-from torchrelay.transports.meeting.listener import Listener, listener_here
+from torchrelay.transports.meeting.listener import listener_here
 from torchrelay.transports.meeting.matching import Matcher, OpenSend, ReceiverJoined
 from torchrelay.transports.wire import handshake
 from torchrelay.transports.wire.handshake import Hello
@@ -52,12 +42,9 @@ class Node:
     """Sends and receives of a process in one group meet their peers here. Threads may share it."""
 
     def __init__(self, directory: Directory) -> None:
-        try:
-            self._listener: Listener = listener_here()
-        except OSError as fault:
-            raise UsageError(f"cannot listen for the other ranks: {fault}") from fault
         self.directory = directory
-        here, self._loop = self._listener, self._listener.loop
+        here = self._listener = listener_here()
+        self._loop = here.loop
         self.identity = Identity(
             handshake.VERSION, here.host, here.port, handshake.new_id(), handshake.new_key()
         )
@@ -138,7 +125,7 @@ class Node:
 
     def _first(self, event: Event) -> None:
         """The first message of a receiver."""
-        if isinstance(event, ConnectionLost):
+        if not isinstance(event, MessageHeard):
             return
         connection, join = event.connection, event.message
         connection.taken(event)
@@ -194,28 +181,15 @@ class Node:
             self._loop.call_later(max(0.0, again - now) + 0.001, self._match)
 
 
-_nodes: weakref.WeakKeyDictionary[Any, Node] = weakref.WeakKeyDictionary()
-_nodes_lock = threading.Lock()
-
-
 def node_of(group: Any) -> Node:
     """The one node of a group in this process: it ends with the group. A stand-in for a group may
     bring its own."""
     own = getattr(group, "relay_node", None)
     if isinstance(own, Node):
         return own
-    with _nodes_lock:
-        node = _nodes.get(group)
+    here = listener_here()
+    with here.lock:
+        node = here.group_nodes.get(group)
         if node is None:
-            node = _nodes[group] = Node(directory_of(group))
+            node = here.group_nodes[group] = Node(directory_of(group))
         return node
-
-
-def _forget_in_child() -> None:
-    """A forked child has none of its parent's nodes."""
-    global _nodes_lock
-    _nodes_lock = threading.Lock()
-    _nodes.clear()
-
-
-os.register_at_fork(after_in_child=_forget_in_child)

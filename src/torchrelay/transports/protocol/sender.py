@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property, partial
+from functools import partial
 
 from torchrelay.errors import RelayError, RemoteProtocolError
 from torchrelay.memory.pool import cores
@@ -101,6 +101,7 @@ class Sending:
             # Receivers come while the state is described.
             with self._watch("capture"):
                 self.snapshot = describe()
+                self._record = self.snapshot.encoded()
         except BaseException as fault:
             self._excuse(fault)
             raise
@@ -117,10 +118,6 @@ class Sending:
             raise
         finally:
             self._close()
-
-    @cached_property
-    def _record(self) -> bytes:
-        return self.snapshot.encoded()
 
     def _report(self) -> Report:
         verify, options, peers = self._options.verify, self._options, self._peers.values()

@@ -147,8 +147,14 @@ class SenderMachine:
             self._drop(peer, f"gave up: {message.message}", late=message.late)
         elif isinstance(message, m.Accept):
             self._accepted(peer, message)
-        elif peer.stage is Stage.ACTIVE:
-            self._heard_data(peer, message)
+        elif peer.stage is Stage.ACTIVE and isinstance(message, (m.Need, m.Want, m.RouteNote)):
+            if isinstance(message, m.Need):
+                peer.rerouted = peer.rerouted or peer.chained
+            if why := self.effects.serve(rank, message):
+                self.fail(peer, why)
+        elif peer.stage is Stage.ACTIVE and isinstance(message, m.Fetched):
+            self.effects.confirm(rank)
+            peer.stage = Stage.CONFIRMED
         elif peer.stage is Stage.CONFIRMED and isinstance(message, m.Done):
             peer.stage = Stage.DONE
         else:
@@ -173,18 +179,6 @@ class SenderMachine:
                 peer.stage = Stage.ACCEPTED
             else:
                 self._go(peer, Link(peer.rank))
-
-    def _heard_data(self, peer: Peer, message: m.Message) -> None:
-        if isinstance(message, (m.Need, m.Want, m.RouteNote)):
-            if isinstance(message, m.Need):
-                peer.rerouted = peer.rerouted or peer.chained
-            if why := self.effects.serve(peer.rank, message):
-                self.fail(peer, why)
-        elif isinstance(message, m.Fetched):
-            self.effects.confirm(peer.rank)
-            peer.stage = Stage.CONFIRMED
-        else:
-            self._out_of_turn(peer, message)
 
     def _out_of_turn(self, peer: Peer, message: m.Message) -> None:
         self.fail(peer, f"sent {type(message).__name__} out of turn")
