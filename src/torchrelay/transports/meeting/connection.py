@@ -22,7 +22,7 @@ from torchrelay.transports.wire import messages
 from torchrelay.transports.wire.messages import Message, Ping, Pong
 
 UNHEARD_BYTES = 64 << 20  # of messages that wait for a call; the peer keeps the others
-UNHEARD = 64  # of such messages, so many at most
+UNHEARD = 64  # such messages at most
 UNHEARD_SECONDS = 0.002  # until it is looked at whether the call has taken them
 UNSENT = 4096  # messages that a peer has not taken
 PARTING_SECONDS = 2.0  # for the last message to leave

@@ -246,7 +246,8 @@ class Sending:
         except Exception as fault:
             return _reason(fault)
         self.send(rank, offer)
-        if offer.verify and join.place.devices and "cuda_ipc" in offer.routes:
+        likely = join.place.devices and not join.parts and "cuda_ipc" in offer.routes
+        if likely and offer.verify:
             # Devices hash what lies there: the receiver is likely to ask for it.
             self._workers.submit(self._outgoing.hash_on_devices)
         return ""
