@@ -148,7 +148,8 @@ class Relay:
             many, chunk_bytes = len(ranks), self._chunk_bytes
             return capture(state, step, receivers=many, chunk_bytes=chunk_bytes, objects=True)
 
-        with self._measured("send", step) as measured, emptied_frames():
+        measured = Measurement("send", step, rank=self.rank, role="sender")
+        with measured, emptied_frames():
             report = sending.run(describe)
             measured.end(report)
         return report
@@ -211,18 +212,18 @@ class Relay:
             return self.receive(sources[0], options, call)
         settle()
         gather = Gather(self._member(), sources, options, call, self._join_window)
-        with self._measured("recv", step) as measured, emptied_frames():
-            loaded = gather.run()
-            measured.end(loaded.report)
-        return loaded
+        return self._received(gather, step)
 
     def receive(self, source: int, options: ReceiveOptions, call: TransferCall) -> Loaded:
         """`recv` from one rank, with all options."""
         settle()  # what is written to on a GPU may still be in use by its streams
         if in_use():
             warm_up(torch.cuda.current_device())
-        receiving = Receiving(self._member(), source, options, call)
-        with self._measured("recv", options.step) as measured, emptied_frames():
+        return self._received(Receiving(self._member(), source, options, call), options.step)
+
+    def _received(self, receiving: Receiving | Gather, step: int | None) -> Loaded:
+        measured = Measurement("recv", step, rank=self.rank, role="receiver")
+        with measured, emptied_frames():
             loaded = receiving.run()
             measured.end(loaded.report)
         return loaded
@@ -260,10 +261,6 @@ class Relay:
 
     def _member(self) -> Member:
         return Member(self._node, self._group, self.rank, self._resources, self._workspace)
-
-    def _measured(self, operation: str, step: int | None) -> Measurement:
-        role = "sender" if operation == "send" else "receiver"
-        return Measurement(operation, step, rank=self.rank, role=role)
 
     def _peers(self, given: int | Iterable[int]) -> list[int]:
         ranks = items_of("a peer", given, int, "a rank")

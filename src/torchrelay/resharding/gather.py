@@ -8,10 +8,10 @@ the sources that are left.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
 
-from torchrelay.deadlines import TICK, Deadline, Stopwatch
+from torchrelay.deadlines import Deadline
 from torchrelay.errors import (
     DigestError,
     ManifestError,
@@ -26,16 +26,15 @@ from torchrelay.errors import (
 from torchrelay.landing.commit.ending import TORN
 from torchrelay.landing.gathering import GatherPlan, PartLanding, plan_gather
 from torchrelay.landing.places import Landed
-from torchrelay.memory import threads
+from torchrelay.memory.crew import share_out
 from torchrelay.memory.gpu.side import settle
 from torchrelay.memory.uninterrupted import uninterrupted
 from torchrelay.record.reads import encode_reads
 from torchrelay.results import Loaded, Outcome
-from torchrelay.transports.meeting.connection import Inbox
 from torchrelay.transports.protocol.options import ReceiveOptions, TransferCall
 from torchrelay.transports.protocol.receiver import SourceRank, last_message, report_of
 from torchrelay.transports.resources import Member
-from torchrelay.transports.wire.messages import Confirmed, Done, Fetched, Offer
+from torchrelay.transports.wire import messages as m
 
 LOST = (PeerError, TransferTimeoutError, RemoteProtocolError, ManifestError, DigestError)
 
@@ -69,7 +68,7 @@ class Gather:
             with self._watch("commit"):
                 landed = uninterrupted(partial(self._commit, self._plan))
             for source in self._sources.values():
-                source.talk.send(Done())
+                source.talk.send(m.Done())
         except BaseException as fault:
             torn = self._plan is not None and self._plan.touched
             for source in self._called:
@@ -90,17 +89,17 @@ class Gather:
         join = self._join_deadline = Deadline(max(self._deadline.left(), 0.001))
 
         def ask(rank: int) -> None:
-            watch = Stopwatch()
-            watch.phase = "join"
-            source = SourceRank(self._member, rank, self._options, join, watch, parts=True)
+            call = TransferCall(join)
+            call.watch.phase = "join"
+            source = SourceRank(self._member, rank, self._options, call, parts=True)
             self._called.append(source)
-            source.offer = source.talk.expect(Offer)
+            source.offer = source.talk.expect(m.Offer)
             join.hasten(self._window)
             source.talk.deadline = self._deadline
             source.record  # noqa: B018  # read here, on the thread of this source
             self._sources[rank] = source
 
-        self._each({rank: partial(ask, rank) for rank in self._ranks})
+        self._each(self._ranks, ask)
         for rank, fault in self._lost.items():
             if isinstance(fault, TransferTimeoutError) and not self._deadline.passed:
                 text = f"did not come within {self._window:.3g} s of the first source"
@@ -108,41 +107,21 @@ class Gather:
         # In the order that the caller gave: values are those of the first.
         self._sources = {r: self._sources[r] for r in self._ranks if r in self._sources}
 
-    def _each(self, acts: dict[int, Callable[[], object]]) -> None:
+    def _each(self, ranks: Collection[int], act: Callable[[int], object]) -> None:
         """Do something with each source at once; those with which it fails are lost. Returns, or
         raises, when none of them is under way."""
-        over = Inbox()
 
-        def run(rank: int, act: Callable[[], object]) -> None:
-            fault: BaseException | None = None
+        def attempt(rank: int) -> None:
             try:
-                act()
-            except BaseException as found:
-                fault = found
-            over.put((rank, fault))
-
-        todo = len(acts)
-        raised: BaseException | None = None
-        for rank, act in acts.items():
-            threads.run(partial(run, rank, act), "worker")
-        while todo:
-            try:
-                event = over.get(TICK)
-            except BaseException as interrupt:  # of a signal handler
-                raised = raised or interrupt
-                for deadline in (self._deadline, self._join_deadline):
-                    deadline.hasten(0.0)
-                continue
-            if not isinstance(event, tuple):
-                continue
-            rank, fault = event
-            todo -= 1
-            if isinstance(fault, LOST):
+                act(rank)
+            except LOST as fault:
                 self._lose(rank, fault)
-            elif fault is not None:
-                raised = raised or fault
-        if raised is not None:
-            raise raised
+
+        def hurry() -> None:
+            for deadline in (self._deadline, self._join_deadline):
+                deadline.hasten(0.0)
+
+        uninterrupted(partial(share_out, ranks, lambda: attempt, len(ranks)), hurry)
 
     def _lose(self, rank: int, fault: RelayError) -> None:
         """A source is lost, and what came from it does not count: its state may have changed."""
@@ -180,12 +159,7 @@ class Gather:
                 raise StepMismatchError(
                     f"rank {rank} sends several states to this rank: say which by step=", rank=rank
                 )
-        step = found.pop()
-        if self._options.step is not None and step != self._options.step:
-            raise StepMismatchError(
-                f"step {step} is offered, step {self._options.step} was asked for", step=step
-            )
-        return step
+        return found.pop()
 
     def _planned(self, before: GatherPlan | None) -> GatherPlan:
         """`MismatchError` if the sources do not have what is wanted; the first that was lost is
@@ -211,14 +185,12 @@ class Gather:
             done[rank] = nbytes
             self._progress(min(total, before + sum(list(done.values()))), total)
 
+        def take(rank: int) -> None:
+            self._take(rank, plan.part_of(rank), partial(moved, rank))
+
         # Every source is asked once: one that gives nothing confirms its values.
         asked = {rank for rank, source in self._sources.items() if not source.choices}
-        self._each(
-            {
-                rank: partial(self._take, rank, plan.part_of(rank), partial(moved, rank))
-                for rank in asked.union(plan.parts)
-            }
-        )
+        self._each(asked.union(plan.parts), take)
 
     def _take(self, rank: int, part: PartLanding, progress: Callable[[int, int], None]) -> None:
         """Fetch the reads of one source."""
@@ -232,18 +204,13 @@ class Gather:
     def _confirm(self) -> None:
         """Ask every source whether its state is unchanged."""
 
-        def ask(source: SourceRank) -> None:
-            source.talk.send(Fetched())
-            source.talk.expect(Confirmed)
+        def ask(rank: int) -> None:
+            source = self._sources[rank]
+            source.talk.send(m.Fetched())
+            source.talk.expect(m.Confirmed)
             source.confirmed = True
 
-        self._each(
-            {
-                rank: partial(ask, source)
-                for rank, source in self._sources.items()
-                if not source.confirmed
-            }
-        )
+        self._each([rank for rank, one in self._sources.items() if not one.confirmed], ask)
 
     # The end
 
@@ -257,5 +224,5 @@ class Gather:
             raise TornStateError(TORN, phase="commit") from fault
         settle()
         for rank, source in self._sources.items():
-            self._member.node.note_committed(rank, source.offer.transfer)
+            self._member.node.committed[rank] = source.offer.transfer
         return landed

@@ -7,15 +7,15 @@ import socket
 import pytest
 
 import torchrelay as tr
-from torchrelay.transports.meeting import node as node_module
+from torchrelay.transports.meeting import listener
 from torchrelay.transports.meeting.addresses import SETTING, listen_here
 from torchrelay.transports.meeting.directory import GivenDirectory
 from torchrelay.transports.meeting.node import Node
 
 
 def where() -> str:
-    with listen_here() as listener:
-        return str(listener.getsockname()[0])
+    with listen_here() as here:
+        return str(here.getsockname()[0])
 
 
 def test_the_interface_that_was_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -43,6 +43,6 @@ def test_a_process_that_cannot_listen_says_which_setting_helps(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv(SETTING, "no-such-interface")
-    monkeypatch.setattr(node_module, "listener_here", listen_here)
+    monkeypatch.setattr(listener, "_here", None)
     with pytest.raises(tr.errors.UsageError, match=f"cannot listen for the other ranks.*{SETTING}"):
         Node(GivenDirectory())

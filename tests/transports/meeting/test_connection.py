@@ -37,8 +37,7 @@ class End:
         self.there, ours = socket.socketpair()
         self.there.settimeout(SOON)
         self.inbox = Inbox()
-        self.connection = Connection(ours, listener_here().loop, 1)
-        self.connection.deliver = self.inbox.put
+        self.connection = Connection(ours, listener_here().loop, 1, self.inbox.put)
         listener_here().run(self.connection.start)
         self._reader = FrameReader()
         self._heard: list[m.Message] = []
@@ -145,7 +144,7 @@ def test_a_call_that_takes_nothing_holds_few_messages_and_loses_none(end: End) -
 
     talking = threading.Thread(target=talk)
     talking.start()
-    until(lambda: end.connection._paused)
+    until(lambda: end.connection._is_full)
     held = len(end.inbox._events)
     # One read of the socket may have brought some more than that.
     assert UNHEARD < held <= UNHEARD + module.RECV_BYTES // len(m.encode(m.Need((0,))))
@@ -166,7 +165,7 @@ def test_a_call_that_takes_nothing_holds_few_bytes(
 
     talking = threading.Thread(target=talk)
     talking.start()
-    until(lambda: end.connection._paused)
+    until(lambda: end.connection._is_full)
     assert len(end.inbox._events) <= 5
     assert all(isinstance(end.next(), MessageHeard) for _ in range(count))
     talking.join(SOON)

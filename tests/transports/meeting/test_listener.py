@@ -9,7 +9,7 @@ import os
 import resource
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from statistics import median
 
@@ -44,13 +44,13 @@ class Door:
         self.transfer = handshake.new_id()
         self.guests: list[tuple[Hello, socket.socket]] = []
 
-    def key_for(self, hello: Hello) -> bytes | None:
-        if hello.kind == CONTROL:
-            return self.token
-        return self.key if hello.transfer == self.transfer else None
+    def admission(self, hello: Hello) -> tuple[bytes, Callable[[socket.socket], None]] | None:
+        def admit(sock: socket.socket) -> None:
+            self.guests.append((hello, sock))
 
-    def admit(self, hello: Hello, sock: socket.socket) -> None:
-        self.guests.append((hello, sock))
+        if hello.kind == CONTROL:
+            return self.token, admit
+        return (self.key, admit) if hello.transfer == self.transfer else None
 
     def wait(self, count: int) -> None:
         ends = time.monotonic() + SOON

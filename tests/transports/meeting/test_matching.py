@@ -14,7 +14,7 @@ from torchrelay.transports.meeting.matching import (
     UNDECIDED_SECONDS,
     Matcher,
     OpenSend,
-    WaitingJoin,
+    ReceiverJoined,
 )
 
 WINDOW = 10.0
@@ -26,14 +26,14 @@ def opened(matcher: Matcher, step: int | None, *ranks: int, window: float = WIND
     return send
 
 
-def joined(matcher: Matcher, rank: int, step: int | None = None) -> WaitingJoin:
-    join = WaitingJoin(rank, step)
+def joined(matcher: Matcher, rank: int, step: int | None = None) -> ReceiverJoined:
+    join = ReceiverJoined(rank, step)
     matcher.join(join)
     return join
 
 
-def pairs(matcher: Matcher) -> list[tuple[WaitingJoin, OpenSend]]:
-    return [(join, send) for join, send, _ in matcher.matches()]
+def pairs(matcher: Matcher) -> list[tuple[ReceiverJoined, OpenSend]]:
+    return list(matcher.matches())
 
 
 def test_whichever_comes_first_waits() -> None:
@@ -95,7 +95,7 @@ def test_a_receiver_is_told_that_it_could_have_got_another_state() -> None:
             opened(matcher, None, 1)
         for _ in range(joins):
             joined(matcher, 1)
-        return [flag for _, _, flag in matcher.matches()]
+        return [join.several for join, _ in matcher.matches()]
 
     assert several(sends=1, joins=1) == [False]
     assert several(sends=2, joins=1) == [True]
@@ -108,10 +108,10 @@ def test_a_send_that_is_being_served_counts() -> None:
     matcher = Matcher()
     opened(matcher, None, 1)
     joined(matcher, 1)
-    assert [flag for _, _, flag in matcher.matches()] == [False]
+    assert [join.several for join, _ in matcher.matches()] == [False]
     opened(matcher, None, 1)
     joined(matcher, 1)
-    assert [flag for _, _, flag in matcher.matches()] == [True]
+    assert [join.several for join, _ in matcher.matches()] == [True]
 
 
 # Steps that do not fit
@@ -121,46 +121,46 @@ def test_a_wrong_step_is_refused_after_a_while() -> None:
     matcher = Matcher()
     first, second = opened(matcher, 5, 1), opened(matcher, 6, 1)
     join = joined(matcher, 1, 9)
-    assert matcher.mismatches(100.0) == ([], 100.0 + UNDECIDED_SECONDS)
-    assert matcher.mismatches(101.0) == ([], 100.0 + UNDECIDED_SECONDS)
-    assert matcher.mismatches(102.0) == ([(join, first)], None)
+    assert matcher.wrong_steps(100.0) == ([], 100.0 + UNDECIDED_SECONDS)
+    assert matcher.wrong_steps(101.0) == ([], 100.0 + UNDECIDED_SECONDS)
+    assert matcher.wrong_steps(102.0) == ([(join, first)], None)
     # Neither comes up again, and the send serves nobody else of that rank.
-    assert matcher.mismatches(200.0) == ([], None)
+    assert matcher.wrong_steps(200.0) == ([], None)
     assert pairs(matcher) == [] and not first.wanted and second.wanted == {1}
 
 
 def test_the_right_send_may_come_a_little_later() -> None:
     matcher = Matcher()
     wrong, join = opened(matcher, 5, 1), joined(matcher, 1, 9)
-    matcher.mismatches(100.0)
+    matcher.wrong_steps(100.0)
     right = opened(matcher, 9, 1)
     assert pairs(matcher) == [(join, right)]
-    assert matcher.mismatches(200.0) == ([], None) and wrong.wanted == {1}
+    assert matcher.wrong_steps(200.0) == ([], None) and wrong.wanted == {1}
 
 
 def test_a_receiver_with_no_send_at_all_waits_for_its_own_deadline() -> None:
     matcher = Matcher()
     joined(matcher, 1, 9)
     opened(matcher, 5, 2)  # for another
-    assert matcher.mismatches(1e9) == ([], None)
+    assert matcher.wrong_steps(1e9) == ([], None)
 
 
 def test_the_time_counts_anew_when_the_other_sends_end() -> None:
     matcher = Matcher()
     send = opened(matcher, 5, 1)
     joined(matcher, 1, 9)
-    matcher.mismatches(100.0)
+    matcher.wrong_steps(100.0)
     matcher.close(send)
-    assert matcher.mismatches(101.9) == ([], None)
+    assert matcher.wrong_steps(101.9) == ([], None)
     opened(matcher, 6, 1)
-    assert matcher.mismatches(110.0) == ([], 110.0 + UNDECIDED_SECONDS)
+    assert matcher.wrong_steps(110.0) == ([], 110.0 + UNDECIDED_SECONDS)
 
 
 def test_a_short_window_is_a_short_wait() -> None:
     matcher = Matcher()
     opened(matcher, 5, 1, window=0.5)
     joined(matcher, 1, 9)
-    assert matcher.mismatches(100.0) == ([], 100.5)
+    assert matcher.wrong_steps(100.0) == ([], 100.5)
 
 
 # Any order
@@ -177,13 +177,13 @@ class AnyOrder(RuleBasedStateMachine):
         super().__init__()
         self.matcher, self.now = Matcher(), 0.0
         self.sends: list[OpenSend] = []
-        self.waiting: list[WaitingJoin] = []
+        self.waiting: list[ReceiverJoined] = []
         self.served: dict[OpenSend, list[int]] = {}
-        self.refused: list[WaitingJoin] = []
-        self.undecided: dict[WaitingJoin, float] = {}
+        self.refused: list[ReceiverJoined] = []
+        self.undecided: dict[ReceiverJoined, float] = {}
 
     def match(self) -> None:
-        for join, send, several in self.matcher.matches():
+        for join, send in self.matcher.matches():
             assert join in self.waiting and send in self.sends
             assert join.rank in send.ranks and join.step in (None, send.step)
             assert join.rank not in self.served[send], "served twice"
@@ -191,10 +191,10 @@ class AnyOrder(RuleBasedStateMachine):
             assert not any(self.fits(one, join) for one in older), "an older one fits"
             others = sum(join.rank in one.ranks for one in self.sends) > 1
             rivals = sum(one.rank == join.rank for one in self.waiting) > 1
-            assert several == (others or rivals)
+            assert join.several == (others or rivals)
             self.waiting.remove(join)
             self.served[send].append(join.rank)
-        found, again = self.matcher.mismatches(self.now)
+        found, again = self.matcher.wrong_steps(self.now)
         for join, send in found:
             assert join in self.waiting and send in self.sends
             assert join.step is not None and not any(self.fits(one, join) for one in self.sends)
@@ -205,7 +205,7 @@ class AnyOrder(RuleBasedStateMachine):
             self.served[send].append(join.rank)  # it counts as served: both are told
         assert again is None or again > self.now
 
-    def fits(self, send: OpenSend, join: WaitingJoin) -> bool:
+    def fits(self, send: OpenSend, join: ReceiverJoined) -> bool:
         free = join.rank in send.ranks and join.rank not in self.served[send]
         return free and join.step in (None, send.step)
 
@@ -229,7 +229,7 @@ class AnyOrder(RuleBasedStateMachine):
 
     @rule(rank=RANKS, step=STEPS)
     def join(self, rank: int, step: int | None) -> None:
-        join = WaitingJoin(rank, step)
+        join = ReceiverJoined(rank, step)
         self.waiting.append(join)
         self.matcher.join(join)
         self.match()

@@ -16,8 +16,8 @@ from torchrelay.transports.meeting import matching
 from torchrelay.transports.meeting import node as module
 from torchrelay.transports.meeting.connection import Connection, ConnectionLost, Inbox, MessageHeard
 from torchrelay.transports.meeting.directory import StoreDirectory
-from torchrelay.transports.meeting.matching import OpenSend
-from torchrelay.transports.meeting.node import DataTicket, Node, ReceiverJoined, WrongStep
+from torchrelay.transports.meeting.matching import OpenSend, ReceiverJoined, WrongStep
+from torchrelay.transports.meeting.node import DataTicket, Node
 from torchrelay.transports.wire import handshake
 from torchrelay.transports.wire.handshake import CONTROL, Hello
 from torchrelay.transports.wire.messages import Abort, Done, Join, Message, Offer, encode
@@ -79,7 +79,7 @@ def test_whichever_comes_first_waits(two: Two) -> None:
                 two.join()
             event = inbox.get(SOON)
             assert isinstance(event, ReceiverJoined) and event.connection.rank == RECEIVER
-            assert event.join == Join() and not event.several
+            assert event.message == Join() and not event.several
 
 
 def test_messages_go_to_the_send_that_was_joined(two: Two) -> None:
@@ -212,7 +212,8 @@ def test_a_wrong_step_is_refused_on_both_sides(two: Two, monkeypatch: pytest.Mon
     with two.sender.open(send):
         begun = time.monotonic()
         _, answers = two.join(9)
-        assert inbox.get(SOON) == WrongStep(RECEIVER, 9)
+        wrong = inbox.get(SOON)
+        assert isinstance(wrong, WrongStep) and (wrong.join.rank, wrong.join.step) == (RECEIVER, 9)
         heard: Any = answers.get(SOON)
         assert heard.message == Abort("step 5 is offered, step 9 was asked for", "step")
         assert 0.1 < time.monotonic() - begun < SOON
@@ -338,9 +339,6 @@ def test_an_unknown_outcome_is_told_once(two: Two) -> None:
     node, transfer = two.sender, handshake.new_id()
     assert node.settle(4, transfer) is None
     for committed, had_it in ((transfer, True), (handshake.new_id(), False), (b"", False)):
-        node.note_unknown(4, transfer)
+        node.unknown[4] = transfer
         assert node.settle(4, committed) is had_it
         assert node.settle(4, committed) is None
-    assert node.committed(4) == b""
-    node.note_committed(4, transfer)
-    assert node.committed(4) == transfer

@@ -84,13 +84,13 @@ def test_a_receiver_that_joins_twice_or_too_late_is_not_served() -> None:
 
 def test_a_receiver_that_wants_another_step_is_refused() -> None:
     made, recorder = at(Stage.EXPECTED)
-    made.wrong_step(1, 9, 5)
+    made.wrong_step(1, "step 5 is offered, step 9 was asked for")
     peer = made.peers[1]
     assert peer.stage is Stage.REFUSED and peer.refusal is not None
     assert peer.refusal.kind == "step" and "step 5 is offered, step 9" in peer.reason
     assert recorder.effects == []
     made, _ = at(Stage.ACTIVE)
-    made.wrong_step(1, 9, 5)  # of a second call of that rank
+    made.wrong_step(1, "step 5 is offered, step 9 was asked for")  # of a second call of that rank
     assert made.peers[1].stage is Stage.ACTIVE
 
 

@@ -21,7 +21,7 @@ MESSAGES: list[m.Message] = [
     m.Join(),
     m.Join(m.MAX_STEP, True, PLACE, b"n" * 16, 9, ID),
     m.Offer(b"\x93" * 5000, ID),
-    m.Offer(b"x", ID, False, True, "tcp", {"tcp": b""}, {"nixl": "no"}, "memory", b"go", True, 8),
+    m.Offer(b"x", ID, False, True, "tcp", {"tcp": b""}, {"nixl": "no"}, True, 8),
     m.Accept("memory"),
     m.Accept("tcp", b"\x91\x02", {"cuda_ipc": "no GPU"}, b"reads"),
     m.Refuse("mismatch", "dtype differs", "model.weight"),

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 
 from torchrelay.deadlines import Deadline
-from torchrelay.errors import PeerLostError, RemoteProtocolError, TransferTimeoutError
+from torchrelay.errors import PeerLostError, RelayError, TransferTimeoutError
 from torchrelay.transports.meeting.addresses import SETTING
 from torchrelay.transports.meeting.connection import note_open, tune
 from torchrelay.transports.meeting.directory import Directory, Identity
@@ -77,35 +77,33 @@ def call_rank(
     directory: Directory, rank: int, me: int, deadline: Deadline
 ) -> tuple[socket.socket, Identity]:
     """A control connection to a rank. `PeerLostError` if it cannot be reached."""
-    identity = directory.find(rank, deadline)
-    while True:
-        try:
-            hello = Hello(handshake.CONTROL, identity.node, me)
-            return call_until(identity, hello, identity.token, deadline), identity
-        except OSError as fault:
-            refused = isinstance(fault, ConnectionRefusedError)
-            if deadline.passed and not refused:  # it may only have been too busy until now
-                raise TransferTimeoutError(
-                    f"timed out after {deadline.seconds:.3g} s: rank {rank} at {identity.host} "
-                    f"port {identity.port} did not answer",
-                    rank=rank,
-                    phase="join",
-                ) from fault
+    called: Identity | None = None
+    fault = OSError()
+    try:
+        while (identity := directory.find(rank, deadline)) != called:
+            called = identity
+            try:
+                hello = Hello(handshake.CONTROL, identity.node, me)
+                return call_until(identity, hello, identity.token, deadline), identity
+            except OSError as found:
+                fault = found
+            if deadline.passed and not isinstance(fault, ConnectionRefusedError):
+                break
             # A rank that was started again has published another identity.
             directory.forget(rank)
-            found = directory.find(rank, deadline)
-            if found == identity:
-                raise _unreachable(rank, identity, fault) from fault
-            identity = found
-        except RemoteProtocolError as fault:
-            fault.rank, fault.phase = rank, "join"
-            raise
+        at = f"rank {rank} at {identity.host} port {identity.port}"
+        raise _unreachable(at, fault, deadline) from fault
+    except RelayError as error:
+        error.rank, error.phase = rank, "join"
+        raise
 
 
-def _unreachable(rank: int, identity: Identity, fault: OSError) -> PeerLostError:
-    at = f"rank {rank} at {identity.host} port {identity.port}"
+def _unreachable(at: str, fault: OSError, deadline: Deadline) -> RelayError:
     if isinstance(fault, ConnectionRefusedError):
         what = f"connection lost: {at} does not listen any more; its process has ended"
+    elif deadline.passed:  # it may only have been too busy until now
+        what = f"timed out after {deadline.seconds:.3g} s: {at} did not answer"
+        return TransferTimeoutError(what)
     elif isinstance(fault, ConnectionResetError):
         what = f"connection lost: {at} does not admit this rank; its process group has ended"
     else:
@@ -113,4 +111,4 @@ def _unreachable(rank: int, identity: Identity, fault: OSError) -> PeerLostError
             f"cannot reach {at}: {fault}; set {SETTING} on that rank to the network interface that "
             "the other ranks reach"
         )
-    return PeerLostError(what, rank=rank, phase="join")
+    return PeerLostError(what)

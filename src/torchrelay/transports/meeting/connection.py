@@ -21,8 +21,9 @@ from torchrelay.transports.meeting.directory import Identity
 from torchrelay.transports.wire import messages
 from torchrelay.transports.wire.messages import Message, Ping, Pong
 
-UNHEARD = 64  # messages that wait for a call; the peer keeps the others
-UNHEARD_BYTES = 64 << 20
+UNHEARD_BYTES = 64 << 20  # of messages that wait for a call; the peer keeps the others
+UNHEARD = 64  # such messages at most
+UNHEARD_SECONDS = 0.002  # until it is looked at whether the call has taken them
 UNSENT = 4096  # messages that a peer has not taken
 PARTING_SECONDS = 2.0  # for the last message to leave
 RECV_BYTES = 256 << 10
@@ -43,7 +44,7 @@ class MessageHeard:
 
     connection: Connection
     message: Message
-    nbytes: int
+    nbytes: int  # that it counts for while it waits
 
 
 @dataclass(frozen=True)
@@ -123,6 +124,7 @@ class Connection:
         sock: socket.socket,
         loop: asyncio.AbstractEventLoop,
         rank: int,
+        deliver: Callable[[Event], None],
         identity: Identity | None = None,
     ) -> None:
         sock.setblocking(False)
@@ -130,14 +132,14 @@ class Connection:
         self.rank = rank
         self.identity = identity  # of the process that was called
         self.heard_at = time.monotonic()  # anything, a `Pong` too
-        self.deliver: Callable[[Event], None] = _ignore
+        self.deliver = deliver
         self._sock, self._loop = sock, loop
         self._lock = threading.Lock()
-        self._heard_lock = threading.Lock()
         self._reader = messages.FrameReader()
-        self._backlog: deque[memoryview] = deque()
-        self._unheard = self._unheard_bytes = 0
-        self._paused = self._closing = self._closed = False
+        self._backlog = bytearray()
+        self._unsent = 0  # messages in it
+        self._came = self._taken = 0  # bytes of messages; each has one thread that adds to it
+        self._closing = self._closed = False
 
     @property
     def closed(self) -> bool:
@@ -145,29 +147,42 @@ class Connection:
         return self._closed or self._closing
 
     def start(self) -> None:
-        """Read from now on. In the I/O thread."""
-        if not self._closed:
+        """Read from now on, or from when there is space for more. In the I/O thread."""
+        if self.closed:
+            return
+        if self._is_full:
+            self._loop.remove_reader(self._sock.fileno())
+            self._loop.call_later(UNHEARD_SECONDS, self.start)
+        else:
             self._loop.add_reader(self._sock.fileno(), self._readable)
 
     def send(self, message: Message) -> None:
         """Send a message. Does not block; a lost connection is an event."""
-        data = memoryview(messages.encode(message))
+        data = messages.encode(message)
         with self._lock:
-            if self._closed or self._closing:
+            if self.closed:
                 return
-            if not self._backlog:
-                try:
-                    data = data[self._sock.send(data) :]
-                except BlockingIOError:
-                    pass
-                except OSError:
-                    return  # the reader finds out why
-            if data:
-                self._backlog.append(data)
-                if len(self._backlog) == 1:
+            self._backlog += data
+            self._unsent += 1
+            if self._unsent == 1:
+                self._flush()
+                if self._backlog:
                     self._in_loop(self._want_to_write)
-                elif len(self._backlog) > UNSENT:
-                    self._in_loop(self._lose, "it does not take its messages")
+            elif self._unsent > UNSENT:
+                self._in_loop(self._lose, "it does not take its messages")
+
+    def _flush(self) -> None:
+        """Send what the socket takes. The caller has the lock."""
+        try:
+            while self._backlog:
+                with memoryview(self._backlog) as data:
+                    sent = self._sock.send(data)
+                del self._backlog[:sent]
+        except BlockingIOError:
+            return
+        except OSError:
+            self._backlog.clear()  # the reader finds out why
+        self._unsent = 0
 
     def close(self) -> None:
         """Close it, once what was sent has left. Any thread may."""
@@ -177,12 +192,11 @@ class Connection:
 
     def taken(self, event: MessageHeard) -> None:
         """The call has got a message: more may come."""
-        with self._heard_lock:
-            self._unheard -= 1
-            self._unheard_bytes -= event.nbytes
-            resume = self._paused and not self._is_full
-        if resume:  # rarely: the I/O thread has better things to do than to count
-            self._in_loop(self._resume)
+        self._taken += event.nbytes
+
+    @property
+    def _is_full(self) -> bool:
+        return self._came - self._taken > UNHEARD_BYTES
 
     def _in_loop(self, act: Callable[..., None], *args: object) -> None:
         with contextlib.suppress(RuntimeError):  # the loop has ended with the process
@@ -207,29 +221,16 @@ class Connection:
                 self._heard(message, nbytes)
         except RemoteProtocolError as fault:
             self._lose(fault.message)
+        if self._is_full:
+            self.start()
 
     def _heard(self, message: Message, nbytes: int) -> None:
         if isinstance(message, Ping):
             self.send(Pong())
         elif not isinstance(message, Pong):
-            with self._heard_lock:
-                self._unheard += 1
-                self._unheard_bytes += nbytes
-            self.deliver(MessageHeard(self, message, nbytes))
-            with self._heard_lock:
-                pause = self._is_full and not self._paused and not self._closed
-                self._paused = self._paused or pause
-            if pause:
-                self._loop.remove_reader(self._sock.fileno())
-
-    @property
-    def _is_full(self) -> bool:
-        return self._unheard > UNHEARD or self._unheard_bytes > UNHEARD_BYTES
-
-    def _resume(self) -> None:
-        if self._paused and not self._is_full and not self._closed:
-            self._paused = False
-            self._loop.add_reader(self._sock.fileno(), self._readable)
+            counted = max(nbytes, UNHEARD_BYTES // UNHEARD)
+            self._came += counted
+            self.deliver(MessageHeard(self, message, counted))
 
     def _want_to_write(self) -> None:
         if not self._closed:
@@ -237,18 +238,9 @@ class Connection:
 
     def _writable(self) -> None:
         with self._lock:
-            try:
-                while self._backlog:
-                    data = self._backlog[0]
-                    data = data[self._sock.send(data) :]
-                    if data:
-                        self._backlog[0] = data
-                        return
-                    self._backlog.popleft()
-            except BlockingIOError:
+            self._flush()
+            if self._backlog:
                 return
-            except OSError:
-                self._backlog.clear()  # the reader finds out why
         self._loop.remove_writer(self._sock.fileno())
         if self._closing:
             self._end()
@@ -276,10 +268,6 @@ class Connection:
             self._closed = True
             self._backlog.clear()
         self._sock.close()
-
-
-def _ignore(event: Event) -> None:
-    """No call owns the connection."""
 
 
 def tune(sock: socket.socket) -> None:

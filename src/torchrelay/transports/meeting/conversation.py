@@ -6,7 +6,6 @@ is a typed error out of the wait.
 
 from __future__ import annotations
 
-import time
 from typing import TypeVar
 
 from torchrelay.deadlines import Deadline, Stopwatch
@@ -38,7 +37,7 @@ class Conversation:
         self.step: int | None = None
         self.done = ""  # how far the transfer is, for an error
         self.inbox = Inbox()
-        self._late_since: float | None = None
+        self._overtime: Deadline | None = None
         self._connection = node.connect(sender, me, self.inbox, deadline)
 
     def send(self, message: Message) -> None:
@@ -64,13 +63,18 @@ class Conversation:
         while True:
             left = min(self.deadline.left(), seconds)
             event = self.inbox.get(min(left, TICK))
-            if self.deadline.passed and (event is None or self._overtime_is_up()):
-                raise self.late(awaited)
+            if self.deadline.passed:
+                # A process that stood still finds events here when its time is up. They count, but
+                # a sender that says more and more does not keep it.
+                self._overtime = self._overtime or Deadline(LAST_SECONDS)
+                if event is None or self._overtime.passed:
+                    raise self.late(awaited)
             if isinstance(event, ConnectionLost):
                 raise self.lost(event.reason)
             if isinstance(event, MessageHeard):
                 if isinstance(event.message, Abort):
-                    raise self._aborted(event.message)
+                    kind = StepMismatchError if event.message.kind == "step" else PeerAbortedError
+                    raise self._fault(kind, event.message.message)
                 return event.message
             if event is not None:
                 return event
@@ -78,37 +82,24 @@ class Conversation:
             if seconds <= 0:
                 return None
 
-    def _overtime_is_up(self) -> bool:
-        """A process that stood still finds events here when its time is up. They count, but a
-        sender that says more and more does not keep it."""
-        now = time.monotonic()
-        if self._late_since is None:
-            self._late_since = now
-        return now > self._late_since + LAST_SECONDS
-
-    def _aborted(self, abort: Abort) -> RelayError:
-        kind = StepMismatchError if abort.kind == "step" else PeerAbortedError
-        return self._told(kind(abort.message))
-
     def lost(self, reason: str) -> RelayError:
         identity = self._connection.identity
         at = "" if identity is None else f" at {identity.host} port {identity.port}"
         text = f"connection lost to rank {self.sender}{at}: {reason}"
-        if self.deadline.passed:  # connections are closed by then, whichever side looks first
-            return self._timed_out(text)
-        return self._told(PeerLostError(f"{text}; {self.done}" if self.done else text))
+        # After the deadline connections are closed, whichever side looks first.
+        return self._timed_out(text) if self.deadline.passed else self._fault(PeerLostError, text)
 
     def late(self, awaited: str) -> RelayError:
         return self._timed_out(f"rank {self.sender} did not send its {awaited}")
 
     def _timed_out(self, why: str) -> RelayError:
         text = f"timed out after {self.deadline.seconds:.3g} s: {why}"
-        return self._told(TransferTimeoutError(f"{text}; {self.done}" if self.done else text))
+        return self._fault(TransferTimeoutError, text)
 
     def out_of_turn(self, message: object) -> RelayError:
-        return self._told(RemoteProtocolError(f"{type(message).__name__} out of turn"))
+        return self._fault(RemoteProtocolError, f"{type(message).__name__} out of turn")
 
-    def _told(self, fault: RelayError) -> RelayError:
+    def _fault(self, kind: type[RelayError], text: str) -> RelayError:
         """An error with what is known of the transfer."""
-        fault.rank, fault.step, fault.phase = self.sender, self.step, self.watch.phase
-        return fault
+        text = f"{text}; {self.done}" if self.done else text
+        return kind(text, rank=self.sender, step=self.step, phase=self.watch.phase)

@@ -49,26 +49,19 @@ class Identity(msgspec.Struct, array_like=True, frozen=True):
         return urlsafe_b64encode(self.encode()).decode()
 
 
-_identity = msgspec.msgpack.Decoder(Identity)
-
-
-class _IdentityVersion(msgspec.Struct, array_like=True):
-    version: int
-
-
 def read_identity(data: bytes, rank: int) -> Identity:
     """`RemoteProtocolError` for bytes that no process of this version published."""
     try:
-        version = msgspec.msgpack.decode(data, type=_IdentityVersion).version
-        if version != handshake.VERSION:
-            raise RemoteProtocolError(
-                f"rank {rank} speaks wire version {version}, this side {handshake.VERSION}: use "
-                "the same version of torchrelay on both sides",
-                rank=rank,
-            )
-        return _identity.decode(data)
-    except (msgspec.MsgspecError, ValueError) as fault:
+        version = msgspec.msgpack.decode(data, type=list)[0]
+        if version == handshake.VERSION:
+            return msgspec.msgpack.decode(data, type=Identity)
+    except (msgspec.MsgspecError, ValueError, LookupError, RecursionError) as fault:
         raise RemoteProtocolError(f"an unreadable identity: {fault}", rank=rank) from None
+    raise RemoteProtocolError(
+        f"rank {rank} speaks wire version {version}, this side {handshake.VERSION}: use the same "
+        "version of torchrelay on both sides",
+        rank=rank,
+    )
 
 
 def identity_from_text(text: str, rank: int) -> Identity:
@@ -110,9 +103,7 @@ def _wait_until(found: Callable[[], bool], rank: int, deadline: Deadline) -> Non
             raise TransferTimeoutError(
                 f"timed out: rank {rank} made no Relay on this group within {deadline.seconds:.3g} "
                 "s (a sender that uses torch's PGTransport is received with "
-                "torchrelay.dropin.PGTransport)",
-                rank=rank,
-                phase="join",
+                "torchrelay.dropin.PGTransport)"
             )
         time.sleep(min(pause, deadline.left()))
         pause = min(1.3 * pause, longest)
@@ -142,49 +133,41 @@ class StoreDirectory(Directory):
     def find(self, rank: int, deadline: Deadline) -> Identity:
         if (found := self._found.get(rank)) is not None:
             return found
-        key = str(rank)
-
-        def published() -> bool:
-            # Not by the store's own wait, which keeps all other users of the store waiting.
-            return bool(self._asked(lambda: self._store.check([key]), rank, deadline))
-
-        try:
-            _wait_until(published, rank, deadline)
-            data = bytes(self._asked(lambda: self._store.get(key), rank, deadline))
-        except dist.DistError as fault:
-            raise PeerLostError(
-                f"the group's store does not say where rank {rank} is: {fault}; has the process "
-                "that hosts the store ended?",
-                rank=rank,
-                phase="join",
-            ) from fault
-        found = self._found[rank] = read_identity(data, rank)
-        return found
-
-    def _asked(self, question: Callable[[], Any], rank: int, deadline: Deadline) -> Any:
-        """The store's answer. A store that is out of reach does not answer for minutes, so a thread
-        asks it, and is left behind when the time is over."""
         answers: list[Any] = []
 
-        def ask() -> None:
+        def look() -> None:
+            key = str(rank)
             try:
                 with inside_backend():
-                    answers.append(question())
+                    # Not by the store's own wait, which keeps all other users of it waiting.
+                    _wait_until(lambda: bool(self._store.check([key])), rank, deadline)
+                    answers.append(bytes(self._store.get(key)))
             except Exception as fault:
                 answers.append(fault)
 
-        asking = threads.run(ask, "worker")
-        while not asking.wait(TICK):
-            if deadline.passed:
-                raise TransferTimeoutError(
-                    f"timed out: the group's store did not say where rank {rank} is; can the host "
-                    "of the store be reached?",
-                    rank=rank,
-                    phase="join",
-                )
-        if isinstance(answers[0], Exception):
-            raise answers.pop()
-        return answers.pop()
+        # A store that is out of reach does not answer for minutes. The thread that asks it is left
+        # behind then.
+        looking = threads.run(look, "worker")
+        try:
+            while not looking.wait(TICK):
+                if deadline.passed and not looking.wait(TICK):
+                    raise TransferTimeoutError(
+                        f"timed out: the group's store did not say where rank {rank} is; can the "
+                        "host of the store be reached?"
+                    )
+        except BaseException:
+            deadline.hasten(0.0)  # the call is over, whatever ended it
+            raise
+        (answer,) = answers
+        if isinstance(answer, dist.DistError):
+            raise PeerLostError(
+                f"the group's store does not say where rank {rank} is: {answer}; has the process "
+                "that hosts the store ended?"
+            ) from answer
+        if isinstance(answer, Exception):
+            raise answer
+        found = self._found[rank] = read_identity(answer, rank)
+        return found
 
 
 class MessageDirectory(Directory):
@@ -230,7 +213,7 @@ class MessageDirectory(Directory):
         _wait_until(lambda: bool(arrived), rank, deadline)
         if isinstance(arrived[0], Exception):
             raise PeerLostError(
-                f"rank {rank} cannot be reached over the group: {arrived[0]}", rank=rank
+                f"rank {rank} cannot be reached over the group: {arrived[0]}"
             ) from arrived[0]
         return arrived[0]
 

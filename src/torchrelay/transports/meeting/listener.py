@@ -14,8 +14,9 @@ import socket
 import threading
 import weakref
 from collections.abc import Callable
-from typing import Protocol
+from typing import Any, Protocol
 
+from torchrelay.errors import UsageError
 from torchrelay.transports.meeting.addresses import listen_here
 from torchrelay.transports.meeting.connection import close_in_child, note_open
 from torchrelay.transports.wire import handshake
@@ -29,11 +30,9 @@ PAUSE_SECONDS = 0.1  # when no descriptor is free
 class Admission(Protocol):
     """Decides which callers may connect to one node of this process. Runs in the I/O thread."""
 
-    def key_for(self, hello: Hello) -> bytes | None:
-        """The key that the caller must know; None if there is nothing for it here."""
-
-    def admit(self, hello: Hello, sock: socket.socket) -> None:
-        """The caller knows it: the socket is the node's."""
+    def admission(self, hello: Hello) -> tuple[bytes, Callable[[socket.socket], None]] | None:
+        """The key that the caller must know, and the function that takes its socket then; None if
+        there is nothing for it here."""
 
 
 class Listener:
@@ -46,7 +45,9 @@ class Listener:
         self.host, self.port = self._socket.getsockname()[:2]
         self.loop = asyncio.new_event_loop()
         self._nodes: weakref.WeakValueDictionary[bytes, Admission] = weakref.WeakValueDictionary()
-        self._strangers: dict[asyncio.Task[None], socket.socket] = {}  # the oldest first
+        self.group_nodes: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
+        self.lock = threading.Lock()  # of `group_nodes`
+        self._strangers: dict[asyncio.Task[None], None] = {}  # the oldest first
         self.loop.call_soon(self._accept_from_now_on)
         thread = threading.Thread(
             target=self.loop.run_forever, name="torchrelay-listener", daemon=True
@@ -78,32 +79,29 @@ class Listener:
         sock.setblocking(False)
         note_open(sock)
         while len(self._strangers) >= STRANGERS:
-            oldest, turned_away = next(iter(self._strangers.items()))
+            oldest = next(iter(self._strangers))
             del self._strangers[oldest]
             oldest.cancel()
-            turned_away.close()
         task = self.loop.create_task(self._authenticate(sock))
-        self._strangers[task] = sock
-        task.add_done_callback(self._over)
-
-    def _over(self, task: asyncio.Task[None]) -> None:
-        sock = self._strangers.pop(task, None)
-        if (task.cancelled() or task.exception() is not None) and sock is not None:
-            sock.close()
+        self._strangers[task] = None
+        task.add_done_callback(lambda task: self._strangers.pop(task, None))
 
     async def _authenticate(self, sock: socket.socket) -> None:
         challenge = handshake.challenge()
-        data = await asyncio.wait_for(self._hello(sock, challenge), HELLO_SECONDS)
-        hello = handshake.read_hello(data)
-        node = None if hello is None else self._nodes.get(hello.node)
-        key = None if node is None or hello is None else node.key_for(hello)
-        # A caller that names no node is refused no sooner than one that does not know the key.
-        if not handshake.proves(data, challenge, key or bytes(handshake.KEY_BYTES)) or key is None:
-            raise ConnectionError("a stranger")
-        # So few bytes always fit into the empty buffer of a new connection.
-        sock.send(handshake.welcome(data, challenge, key))
-        assert node is not None and hello is not None
-        node.admit(hello, sock)
+        try:
+            data = await asyncio.wait_for(self._hello(sock, challenge), HELLO_SECONDS)
+            hello = handshake.read_hello(data)
+            node = None if hello is None else self._nodes.get(hello.node)
+            found = None if node is None or hello is None else node.admission(hello)
+            # A caller that names no node is refused no sooner than one without the key.
+            key = bytes(handshake.KEY_BYTES) if found is None else found[0]
+            if not handshake.proves(data, challenge, key) or found is None:
+                raise ConnectionError("a stranger")
+            # So few bytes always fit into the empty buffer of a new connection.
+            sock.send(handshake.welcome(data, challenge, key))
+            found[1](sock)
+        except (Exception, asyncio.CancelledError):
+            sock.close()
 
     async def _hello(self, sock: socket.socket, challenge: bytes) -> bytes:
         await self.loop.sock_sendall(sock, challenge)
@@ -121,11 +119,14 @@ _lock = threading.Lock()
 
 
 def listener_here() -> Listener:
-    """The listener of this process. Raises `OSError` if no address can be listened at."""
+    """The listener of this process. Raises `UsageError` if no address can be listened at."""
     global _here
     with _lock:
         if _here is None:
-            _here = Listener()
+            try:
+                _here = Listener()
+            except OSError as fault:
+                raise UsageError(f"cannot listen for the other ranks: {fault}") from fault
         return _here
 
 

@@ -33,20 +33,26 @@ class OpenSend:
 
 
 @dataclass(eq=False)
-class WaitingJoin:
-    """A receiver that has joined and is with no send yet."""
+class ReceiverJoined:
+    """A receiver that has joined, with the step that it asks for."""
 
     rank: int
     step: int | None
-    caller: Any = None  # its connection and `Join`
+    connection: Any = None
+    message: Any = None  # its `Join`
+    several: bool = False  # another state was or is here for it: it cannot tell which one it got
     undecided_since: float | None = None  # only sends of other steps are open for it
 
 
-class Mismatch(NamedTuple):
+class WrongStep(NamedTuple):
     """A receiver that no send fits, and the send that it was probably meant for."""
 
-    join: WaitingJoin
+    join: ReceiverJoined
     send: OpenSend
+
+    @property
+    def reason(self) -> str:
+        return f"step {self.send.step} is offered, step {self.join.step} was asked for"
 
 
 class Matcher:
@@ -54,7 +60,7 @@ class Matcher:
 
     def __init__(self) -> None:
         self._sends: list[OpenSend] = []
-        self._joins: list[WaitingJoin] = []
+        self._joins: list[ReceiverJoined] = []
 
     def open(self, send: OpenSend) -> None:
         self._sends.append(send)
@@ -63,29 +69,30 @@ class Matcher:
         if send in self._sends:
             self._sends.remove(send)
 
-    def join(self, join: WaitingJoin) -> None:
+    def join(self, join: ReceiverJoined) -> None:
+        join.undecided_since = None
         self._joins.append(join)
 
-    def leave(self, join: WaitingJoin) -> None:
+    def leave(self, join: ReceiverJoined) -> None:
         if join in self._joins:
             self._joins.remove(join)
 
-    def matches(self) -> Iterator[tuple[WaitingJoin, OpenSend, bool]]:
-        """The receivers that can be served now, each with its send; and whether another state was
-        or is there for it, so that it cannot tell which one it got."""
+    def matches(self) -> Iterator[tuple[ReceiverJoined, OpenSend]]:
+        """The receivers that can be served now, each with its send."""
         for join in list(self._joins):
             send = next((one for one in self._sends if one.fits(join.rank, join.step)), None)
             if send is None:
                 continue
             sends = sum(join.rank in one.ranks for one in self._sends)
             joins = sum(one.rank == join.rank for one in self._joins)
+            join.several = sends > 1 or joins > 1
             self._joins.remove(join)
             send.wanted.discard(join.rank)
-            yield join, send, sends > 1 or joins > 1
+            yield join, send
 
-    def mismatches(self, now: float) -> tuple[list[Mismatch], float | None]:
+    def wrong_steps(self, now: float) -> tuple[list[WrongStep], float | None]:
         """The receivers whose step is not going to come, and when to ask again."""
-        found: list[Mismatch] = []
+        found: list[WrongStep] = []
         again: float | None = None
         for join in list(self._joins):
             sends = [one for one in self._sends if join.rank in one.wanted]
@@ -99,7 +106,7 @@ class Matcher:
             if due <= now:
                 self._joins.remove(join)
                 sends[0].wanted.discard(join.rank)
-                found.append(Mismatch(join, sends[0]))
+                found.append(WrongStep(join, sends[0]))
             else:
                 again = due if again is None else min(again, due)
         return found, again

@@ -7,50 +7,23 @@ refers to it weakly, so it ends with its group.
 from __future__ import annotations
 
 import contextlib
-import os
 import socket
-import threading
 import time
-import weakref
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 from torchrelay.deadlines import Deadline
-from torchrelay.errors import UsageError
 from torchrelay.transports.meeting.calling import call_rank, call_until
-from torchrelay.transports.meeting.connection import (
-    Connection,
-    ConnectionLost,
-    Event,
-    Inbox,
-    MessageHeard,
-)
+from torchrelay.transports.meeting.connection import Connection, Event, Inbox, MessageHeard
 from torchrelay.transports.meeting.directory import Directory, Identity, directory_of
-from torchrelay.transports.meeting.listener import Listener, listener_here
-from torchrelay.transports.meeting.matching import Matcher, OpenSend, WaitingJoin
+from torchrelay.transports.meeting.listener import listener_here
+from torchrelay.transports.meeting.matching import Matcher, OpenSend, ReceiverJoined
 from torchrelay.transports.wire import handshake
 from torchrelay.transports.wire.handshake import Hello
 from torchrelay.transports.wire.messages import Abort, Join
 
 JOIN_SECONDS = 10.0  # for an authenticated peer to say what it wants
-
-
-@dataclass(frozen=True)
-class ReceiverJoined:
-    """A receiver has come to a send. `several`: there is more than one state for it here."""
-
-    connection: Connection
-    join: Join
-    several: bool
-
-
-@dataclass(frozen=True)
-class WrongStep:
-    """A receiver has asked for another step than any send has."""
-
-    rank: int
-    step: int | None
 
 
 class DataTicket(NamedTuple):
@@ -69,20 +42,16 @@ class Node:
     """Sends and receives of a process in one group meet their peers here. Threads may share it."""
 
     def __init__(self, directory: Directory) -> None:
-        try:
-            self._listener: Listener = listener_here()
-        except OSError as fault:
-            raise UsageError(f"cannot listen for the other ranks: {fault}") from fault
         self.directory = directory
-        here, self._loop = self._listener, self._listener.loop
+        here = self._listener = listener_here()
+        self._loop = here.loop
         self.identity = Identity(
             handshake.VERSION, here.host, here.port, handshake.new_id(), handshake.new_key()
         )
         self._matcher = Matcher()
         self._expected: dict[tuple[bytes, int], tuple[bytes, Put]] = {}
-        self._lock = threading.Lock()
-        self._committed: dict[int, bytes] = {}  # by sender, the last transfer from it
-        self._unknown: dict[int, bytes] = {}  # by receiver, the one that it may have committed
+        self.committed: dict[int, bytes] = {}  # by sender, the last transfer from it
+        self.unknown: dict[int, bytes] = {}  # by receiver, the one that it may have committed
         here.add(self.identity.node, self)
         directory.publish(self.identity)
 
@@ -99,13 +68,12 @@ class Node:
 
     def put_back(self, joined: ReceiverJoined) -> None:
         """A receiver came too late for a send: it waits for the next one."""
-        self._listener.run(self._wait, joined.connection, joined.join)
+        self._listener.run(self._wait, joined)
 
     def connect(self, rank: int, me: int, inbox: Inbox, deadline: Deadline) -> Connection:
         """A control connection to a sender, whose messages come to the inbox."""
         sock, identity = call_rank(self.directory, rank, me, deadline)
-        connection = Connection(sock, self._loop, rank, identity)
-        connection.deliver = inbox.put
+        connection = Connection(sock, self._loop, rank, inbox.put, identity)
         self._listener.run(connection.start)
         return connection
 
@@ -130,37 +98,23 @@ class Node:
         hello = Hello(handshake.DATA, identity.node, 0, ticket.transfer, ticket.broken)
         return call_until(identity, hello, ticket.key, deadline, over)
 
-    # Transfers whose end the sender did not hear of. The next `Join` of the receiver tells.
-
-    def committed(self, sender: int) -> bytes:
-        return self._committed.get(sender, b"")
-
-    def note_committed(self, sender: int, transfer: bytes) -> None:
-        self._committed[sender] = transfer
-
-    def note_unknown(self, receiver: int, transfer: bytes) -> None:
-        self._unknown[receiver] = transfer
-
     def settle(self, receiver: int, committed: bytes) -> bool | None:
-        """Whether a receiver committed the transfer that was unknown; None if none was."""
-        with self._lock:
-            transfer = self._unknown.pop(receiver, None)
+        """Whether a receiver, which says what it `committed` last, has committed the transfer whose
+        end was unknown here; None if none was."""
+        transfer = self.unknown.pop(receiver, None)
         return None if transfer is None else transfer == committed
 
     # In the I/O thread: connections
 
-    def key_for(self, hello: Hello) -> bytes | None:
-        if hello.kind == handshake.CONTROL:
-            return self.identity.token
-        expected = self._expected.get((hello.transfer, hello.broken))
-        return None if expected is None else expected[0]
-
-    def admit(self, hello: Hello, sock: socket.socket) -> None:
+    def admission(self, hello: Hello) -> tuple[bytes, Put] | None:
+        """See `Admission`."""
         if hello.kind == handshake.DATA:
-            self._expected[hello.transfer, hello.broken][1](sock)
-            return
-        connection = Connection(sock, self._loop, hello.rank)
-        connection.deliver = first = self._first
+            return self._expected.get((hello.transfer, hello.broken))
+        return self.identity.token, partial(self._called, hello.rank)
+
+    def _called(self, rank: int, sock: socket.socket) -> None:
+        first = self._first
+        connection = Connection(sock, self._loop, rank, first)
         connection.start()
 
         def close_without_join() -> None:
@@ -171,31 +125,28 @@ class Node:
 
     def _first(self, event: Event) -> None:
         """The first message of a receiver."""
-        if isinstance(event, ConnectionLost):
+        if not isinstance(event, MessageHeard):
             return
-        event.connection.taken(event)
-        if isinstance(event.message, Join):
-            self._wait(event.connection, event.message)
+        connection, join = event.connection, event.message
+        connection.taken(event)
+        if isinstance(join, Join):
+            self._wait(ReceiverJoined(connection.rank, join.step, connection, join))
         else:
-            event.connection.close()
+            connection.close()
 
-    def _wait(self, connection: Connection, join: Join) -> None:
-        """Have a receiver wait for a send, unless it has left: a send that it came too late for was
-        told so in place of this."""
-        if connection.closed:
-            connection.deliver = _ignore
-            return
-        waiting = WaitingJoin(connection.rank, join.step, (connection, join))
+    def _wait(self, joined: ReceiverJoined) -> None:
+        """Have a receiver wait for a send, unless it has left."""
+        connection: Connection = joined.connection
 
         def deliver(event: Event) -> None:
             # It has nothing to say before there is an offer.
-            self._matcher.leave(waiting)
-            if isinstance(event, MessageHeard):
-                connection.close()
+            self._matcher.leave(joined)
+            connection.close()
 
         connection.deliver = deliver
-        self._matcher.join(waiting)
-        self._match_soon()
+        if not connection.closed:
+            self._matcher.join(joined)
+            self._match_soon()
 
     # In the I/O thread: sends
 
@@ -208,7 +159,7 @@ class Node:
         # Receivers that came too late for this send wait for the next one.
         for event in send.inbox.drain():
             if isinstance(event, ReceiverJoined):
-                self._wait(event.connection, event.join)
+                self._wait(event)
             elif isinstance(event, MessageHeard):
                 event.connection.deliver(event)
         self._match_soon()
@@ -218,28 +169,16 @@ class Node:
         self._loop.call_soon(self._match)
 
     def _match(self) -> None:
-        for waiting, send, several in self._matcher.matches():
-            connection, join = waiting.caller
-            connection.deliver = send.inbox.put
-            send.inbox.put(ReceiverJoined(connection, join, several))
-        wrong, again = self._matcher.mismatches(now := time.monotonic())
-        for waiting, send in wrong:
-            connection, join = waiting.caller
-            reason = f"step {send.step} is offered, step {join.step} was asked for"
-            connection.send(Abort(reason, kind="step"))
-            connection.deliver = _ignore
-            connection.close()
-            send.inbox.put(WrongStep(waiting.rank, join.step))
+        for joined, send in self._matcher.matches():
+            joined.connection.deliver = send.inbox.put
+            send.inbox.put(joined)
+        wrong, again = self._matcher.wrong_steps(now := time.monotonic())
+        for event in wrong:
+            event.join.connection.send(Abort(event.reason, kind="step"))
+            event.join.connection.close()
+            event.send.inbox.put(event)
         if again is not None:
             self._loop.call_later(max(0.0, again - now) + 0.001, self._match)
-
-
-def _ignore(event: Event) -> None:
-    """Nothing more is expected."""
-
-
-_nodes: weakref.WeakKeyDictionary[Any, Node] = weakref.WeakKeyDictionary()
-_nodes_lock = threading.Lock()
 
 
 def node_of(group: Any) -> Node:
@@ -248,18 +187,9 @@ def node_of(group: Any) -> Node:
     own = getattr(group, "relay_node", None)
     if isinstance(own, Node):
         return own
-    with _nodes_lock:
-        node = _nodes.get(group)
+    here = listener_here()
+    with here.lock:
+        node = here.group_nodes.get(group)
         if node is None:
-            node = _nodes[group] = Node(directory_of(group))
+            node = here.group_nodes[group] = Node(directory_of(group))
         return node
-
-
-def _forget_in_child() -> None:
-    """A forked child has none of its parent's nodes."""
-    global _nodes_lock
-    _nodes_lock = threading.Lock()
-    _nodes.clear()
-
-
-os.register_at_fork(after_in_child=_forget_in_child)

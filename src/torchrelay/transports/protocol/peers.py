@@ -65,22 +65,6 @@ class Peer:
         self.stage, self.reason, self.refusal = Stage.REFUSED, refusal.message, refusal
 
 
-def join_ends(peers: Iterable[Peer], nobody_by: float, window: float, end: float) -> float:
-    """Until when to wait for receivers; `nobody_by`, if none has come. The call ends at `end`.
-
-    The first receiver waits a window for the others to come, and as long for the answer of each
-    that came. Waiting for late receivers must not use up the time reserved for serving.
-    """
-    here = [peer for peer in peers if peer.stage not in (Stage.EXPECTED, Stage.FAILED)]
-    silent = [peer.joined_at for peer in here if peer.stage is Stage.OFFERED]
-    if not here:
-        return nobody_by
-    if len(silent) == len(here):
-        return end
-    waits = [min(peer.joined_at for peer in here), *silent]
-    return max(at + min(window, (end - at) / 2) for at in waits)
-
-
 def outcome(peers: Iterable[Peer], *, sent: str, step: int | None, phase: str) -> RelayError | None:
     """The error that a send ends with: a refusal, or that no receiver got the state."""
     everyone = list(peers)

@@ -13,7 +13,7 @@ from collections.abc import Callable, Collection
 from contextlib import suppress
 from functools import cached_property, partial
 
-from torchrelay.deadlines import Deadline, Stopwatch
+from torchrelay.deadlines import Stopwatch
 from torchrelay.errors import (
     ManifestError,
     RelayError,
@@ -71,8 +71,7 @@ class SourceRank:
         member: Member,
         rank: int,
         options: ReceiveOptions,
-        deadline: Deadline,
-        watch: Stopwatch,
+        call: TransferCall,
         *,
         parts: bool = False,
     ) -> None:
@@ -89,15 +88,19 @@ class SourceRank:
                 claim = place.claim(self._nonce, member.rank, rank, bytes(16))
                 self._proof = place.Proof(claim)
                 fd = self._proof.process.fd
-        self.talk = Conversation(member.node, rank, member.rank, deadline, watch)
-        committed = member.node.committed(rank)
+        self.talk = Conversation(member.node, rank, member.rank, call.deadline, call.watch)
+        committed = member.node.committed.get(rank, b"")
         self.talk.send(m.Join(options.step, parts, here, self._nonce, fd, committed))
 
     @cached_property
     def record(self) -> Record:
-        """The record that is offered."""
+        """The record that is offered, of the step that was asked for."""
         found = decode(self.offer.record, in_time=self._check_time)
-        self.talk.step = found.step
+        self.talk.step, wanted = found.step, self._options.step
+        if wanted not in (None, found.step):
+            raise StepMismatchError(
+                f"step {found.step} is offered, step {wanted} was asked for", step=found.step
+            )
         return found
 
     def _check_time(self) -> None:
@@ -123,8 +126,7 @@ class SourceRank:
         self.choices.append(choice)
         self.nbytes += landing.chunks.nbytes
         self.talk.send(m.Accept(route.name, fetch.answer, instead, reads))
-        likely = route.name == self.offer.likely
-        go = m.Go(self.offer.go) if likely else self.talk.expect(m.Go)
+        go = self.talk.expect(m.Go)
         return partial(fetch.run, go.data, go.patience)
 
     def _choose(self, incoming: Incoming) -> Choice:
@@ -184,16 +186,14 @@ class Receiving:
         self, member: Member, sender: int, options: ReceiveOptions, call: TransferCall
     ) -> None:
         self._member, self._sender, self._options = member, sender, options
-        self._deadline, self._watch, self._progress = call.deadline, call.watch, call.progress
+        self._call, self._watch = call, call.watch
         self._landing: Landing | None = None
 
     def run(self) -> Loaded:
         with self._watch("call"):
             # Meanwhile the sender describes its state, and is slow to answer a call.
             into = _prepared(self._options.into)
-            source = SourceRank(
-                self._member, self._sender, self._options, self._deadline, self._watch
-            )
+            source = SourceRank(self._member, self._sender, self._options, self._call)
         try:
             landed = self._run(source, into)
         except BaseException as fault:
@@ -219,7 +219,7 @@ class Receiving:
             source.offer = talk.expect(m.Offer)
         with self._watch("join"):
             landing = self._landing = self._fit(source, into)
-            bring = source.accept(landing, self._progress)
+            bring = source.accept(landing, self._call.progress)
         with self._watch("data"):
             bring()
             talk.send(m.Fetched())
@@ -234,17 +234,12 @@ class Receiving:
 
     def _fit(self, source: SourceRank, into: object) -> Landing:
         """Compare the offer with the destination; everything that can be refused is refused."""
-        step, wanted = source.record.step, self._options.step
-        if wanted is not None and step != wanted:
-            raise StepMismatchError(
-                f"step {step} is offered, step {wanted} was asked for", step=step
-            )
         return land(source.record, into, self._options.landing, self._member.workspace)
 
     def _commit(self, landing: Landing, source: SourceRank) -> Landed:
         landed = landing.commit()
         settle()
-        self._member.node.note_committed(self._sender, source.offer.transfer)
+        self._member.node.committed[self._sender] = source.offer.transfer
         return landed
 
 

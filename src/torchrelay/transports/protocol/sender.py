@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property, partial
+from functools import partial
 
 from torchrelay.errors import RelayError, RemoteProtocolError
 from torchrelay.memory.pool import cores
@@ -17,8 +17,8 @@ from torchrelay.plan.snapshot import Snapshot, SnapshotPart
 from torchrelay.record.reads import decode_reads
 from torchrelay.results import Outcome, Report, Traffic
 from torchrelay.transports.meeting.connection import Connection, ConnectionLost, Inbox, MessageHeard
-from torchrelay.transports.meeting.matching import OpenSend
-from torchrelay.transports.meeting.node import DataTicket, ReceiverJoined, WrongStep
+from torchrelay.transports.meeting.matching import OpenSend, ReceiverJoined, WrongStep
+from torchrelay.transports.meeting.node import DataTicket
 from torchrelay.transports.protocol.options import SendOptions, TransferCall
 from torchrelay.transports.protocol.peers import Peer, Stage, outcome
 from torchrelay.transports.protocol.sender_machine import SenderMachine
@@ -43,7 +43,6 @@ class Served:
     connection: Connection
     services: dict[str, r.RouteService] = field(default_factory=dict)
     service: r.RouteService | None = None  # of the route that it took
-    likely: str = ""  # a route that has begun already
     asked: set[int] = field(default_factory=set)  # chunks whose digests it has asked for
 
     def close(self) -> None:
@@ -102,6 +101,7 @@ class Sending:
             # Receivers come while the state is described.
             with self._watch("capture"):
                 self.snapshot = describe()
+                self._record = self.snapshot.encoded()
         except BaseException as fault:
             self._excuse(fault)
             raise
@@ -118,10 +118,6 @@ class Sending:
             raise
         finally:
             self._close()
-
-    @cached_property
-    def _record(self) -> bytes:
-        return self.snapshot.encoded()
 
     def _report(self) -> Report:
         verify, options, peers = self._options.verify, self._options, self._peers.values()
@@ -164,12 +160,12 @@ class Sending:
             if isinstance(event, ReceiverJoined):
                 event.connection.send(m.Abort(reason))
                 event.connection.close()
-                untold.discard(event.connection.rank)
-            elif isinstance(event, WrongStep):
                 untold.discard(event.rank)
+            elif isinstance(event, WrongStep):
+                untold.discard(event.join.rank)
 
     def _join(self) -> None:
-        left = min(self._machine.join_ends() - time.monotonic(), self._deadline.left())
+        left = self._machine.join_ends() - time.monotonic()
         if left > 0:
             self._take(min(left, self._machine.tick_seconds))
             self._tick()
@@ -190,18 +186,13 @@ class Sending:
 
     def _tick(self) -> None:
         now = time.monotonic()
-        silent, stuck = {}, {}
-        for rank, one in self.served.items():
-            silent[rank] = now - one.connection.heard_at
-            since = None if one.service is None else one.service.stuck_since
-            if since is not None:  # asked once: the last chunk may leave between two looks
-                stuck[rank] = now - since
+        silent = {rank: now - one.connection.heard_at for rank, one in self.served.items()}
+        # Asked once: the last chunk may leave between two looks.
+        since = {rank: one.service.stuck_since for rank, one in self.served.items() if one.service}
+        stuck = {rank: now - at for rank, at in since.items() if at is not None}
         self._machine.tick(now, silent, stuck)
 
     def _close(self) -> None:
-        for rank, peer in self._peers.items():
-            if peer.stage is Stage.UNKNOWN and rank in self.served:
-                self._node.note_unknown(rank, self._tickets[rank].transfer)
         self._workers.stop()
         for one in self.served.values():
             one.close()
@@ -216,13 +207,12 @@ class Sending:
     def _handle(self, event: object) -> None:
         now = time.monotonic()
         if isinstance(event, ReceiverJoined):
-            rank = event.connection.rank
-            if self._peers[rank].stage is Stage.EXPECTED:
-                self.served[rank] = Served(event.connection)
-            if not self._machine.joined(rank, event.join, event.several, now):
+            if self._peers[event.rank].stage is Stage.EXPECTED:
+                self.served[event.rank] = Served(event.connection)
+            if not self._machine.joined(event.rank, event.message, event.several, now):
                 self._node.put_back(event)
         elif isinstance(event, WrongStep):
-            self._machine.wrong_step(event.rank, event.step, self._options.step)
+            self._machine.wrong_step(event.join.rank, event.reason)
         elif isinstance(event, (MessageHeard, ConnectionLost)):
             one = self.served.get(event.connection.rank)
             if one is not None and one.connection is event.connection:
@@ -256,14 +246,15 @@ class Sending:
         except Exception as fault:
             return _reason(fault)
         self.send(rank, offer)
-        if offer.likely == "cuda_ipc" and offer.verify:
+        likely = join.place.devices and not join.parts and "cuda_ipc" in offer.routes
+        if likely and offer.verify:
             # Devices hash what lies there: the receiver is likely to ask for it.
             self._workers.submit(self._outgoing.hash_on_devices)
         return ""
 
     def _make_offer(self, rank: int, join: m.Join, several: bool) -> m.Offer:
         """A record, and the routes by which the bytes can travel."""
-        one, outgoing, receivers = self.served[rank], self._outgoing, len(self._peers)
+        one, outgoing = self.served[rank], self._outgoing
         receiver = r.Receiver(
             rank,
             self._member,
@@ -275,11 +266,6 @@ class Sending:
         )
         one.services = services(receiver, self._options.route)
         said = {name: end.offer(outgoing) for name, end in one.services.items()}
-        go = b""
-        if receivers == 1 and not join.parts:  # if it will read, it need not wait for a `Go`
-            one.likely = next((name for name, end in one.services.items() if end.is_likely), "")
-            if one.likely:
-                go = one.services[one.likely].begin(outgoing, m.Accept(one.likely), r.Link(rank))
         return m.Offer(
             self._record,
             receiver.transfer,
@@ -288,18 +274,14 @@ class Sending:
             self._options.route,
             {name: facts for name, facts in said.items() if isinstance(facts, bytes)},
             {name: why.because for name, why in said.items() if isinstance(why, r.Unavailable)},
-            one.likely,
-            go,
             several,
-            max(1, cores() // receivers),
+            max(1, cores() // len(self._peers)),
         )
 
     def go(self, link: r.Link, patience: float) -> str:
         one, accept = self.served[link.rank], self._peers[link.rank].accept
         assert accept is not None
         one.service, one.asked = one.services[accept.route], set()
-        if accept.route == one.likely and accept.reads is None:
-            return ""
         try:
             data = one.service.begin(self._outgoing_of(accept), accept, link)
         except Exception as fault:
@@ -360,6 +342,8 @@ class Sending:
         self.served[rank].connection.send(message)
 
     def drop(self, rank: int) -> None:
+        if self._peers[rank].stage is Stage.UNKNOWN:
+            self._node.unknown[rank] = self._tickets[rank].transfer
         self.served[rank].close()
 
 

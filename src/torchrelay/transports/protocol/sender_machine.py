@@ -33,42 +33,29 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from torchrelay.transports.protocol.options import SendOptions
-from torchrelay.transports.protocol.peers import OVER, UNDER_WAY, Peer, Stage, join_ends
+from torchrelay.transports.protocol.peers import OVER, UNDER_WAY, Peer, Stage
 from torchrelay.transports.routes.choice import BY_NAME
 from torchrelay.transports.routes.route import Link
-from torchrelay.transports.wire.messages import (
-    Abort,
-    Accept,
-    Done,
-    Fetched,
-    Join,
-    Message,
-    Need,
-    Ping,
-    Refuse,
-    RouteNote,
-    Want,
-    text,
-)
+from torchrelay.transports.wire import messages as m
 
 
 class Effects(Protocol):
     """The calls that the machine makes to its driver."""
 
-    def offer(self, rank: int, join: Join, several: bool) -> str:
+    def offer(self, rank: int, join: m.Join, several: bool) -> str:
         """Make an offer to a receiver that has joined; why that cannot be done, or nothing."""
 
     def go(self, link: Link, patience: float) -> str:
         """Begin to serve a receiver; why that cannot be done, or nothing."""
 
-    def serve(self, rank: int, asked: Need | Want | RouteNote) -> str:
+    def serve(self, rank: int, asked: m.Need | m.Want | m.RouteNote) -> str:
         """Send a receiver chunks or digests, or hand a note to its route; what is wrong with that,
         or nothing."""
 
     def confirm(self, rank: int) -> None:
         """Tell a receiver to commit. Raises if the state has changed."""
 
-    def send(self, rank: int, message: Message) -> None: ...
+    def send(self, rank: int, message: m.Message) -> None: ...
 
     def drop(self, rank: int) -> None:
         """Serve a receiver no longer, and close its connection."""
@@ -99,14 +86,24 @@ class SenderMachine:
     # The join
 
     def join_ends(self) -> float:
-        """Until when to wait for receivers, unless something happens before."""
-        ends = self.begun + self.seconds
+        """Until when to wait for receivers, unless something happens before.
+
+        The first receiver waits a window for the others to come, and as long for the answer of each
+        that came. Waiting for late receivers must not use up the time reserved for serving.
+        """
         if not self.among(Stage.EXPECTED, Stage.OFFERED):
             return float("-inf")
-        nobody_by = self.begun + self.options.join_timeout
-        return min(join_ends(self.peers.values(), nobody_by, self.options.window, ends), ends)
+        end, window = self.begun + self.seconds, self.options.window
+        here = [p for p in self.peers.values() if p.stage not in (Stage.EXPECTED, Stage.FAILED)]
+        silent = [peer.joined_at for peer in self.among(Stage.OFFERED)]
+        if not here:
+            return min(self.begun + self.options.join_timeout, end)
+        if len(silent) == len(here):
+            return end
+        waits = [min(peer.joined_at for peer in here), *silent]
+        return max(at + min(window, (end - at) / 2) for at in waits)
 
-    def joined(self, rank: int, join: Join, several: bool, now: float) -> bool:
+    def joined(self, rank: int, join: m.Join, several: bool, now: float) -> bool:
         """A receiver has come; whether it is served."""
         peer = self.peers[rank]
         if not self.joining or peer.stage is not Stage.EXPECTED:
@@ -116,11 +113,10 @@ class SenderMachine:
             self.fail(peer, f"cannot be served: {why}")
         return True
 
-    def wrong_step(self, rank: int, step: int | None, offered: int | None) -> None:
+    def wrong_step(self, rank: int, reason: str) -> None:
         """A receiver wants a step that is not sent."""
         if self.peers[rank].stage is Stage.EXPECTED:
-            reason = f"step {offered} is offered, step {step} was asked for"
-            self.peers[rank].refuse(Refuse("step", reason))
+            self.peers[rank].refuse(m.Refuse("step", reason))
 
     def end_join(self, now: float) -> None:
         """No one else is waited for: those who wait for the others begin."""
@@ -139,27 +135,32 @@ class SenderMachine:
 
     # Messages
 
-    def heard(self, rank: int, message: Message, now: float) -> None:
+    def heard(self, rank: int, message: m.Message, now: float) -> None:
         """A receiver has said something."""
         peer = self.peers[rank]
         if peer.stage in OVER or peer.stage is Stage.EXPECTED:
             return
-        if isinstance(message, Refuse):
+        if isinstance(message, m.Refuse):
             peer.refuse(message)
             self.effects.drop(rank)
-        elif isinstance(message, Abort):
-            peer.give_up(f"gave up: {message.message}", late=message.late)
-            self.effects.drop(rank)
-        elif isinstance(message, Accept):
+        elif isinstance(message, m.Abort):
+            self._drop(peer, f"gave up: {message.message}", late=message.late)
+        elif isinstance(message, m.Accept):
             self._accepted(peer, message)
-        elif peer.stage is Stage.ACTIVE:
-            self._heard_data(peer, message)
-        elif peer.stage is Stage.CONFIRMED and isinstance(message, Done):
+        elif peer.stage is Stage.ACTIVE and isinstance(message, (m.Need, m.Want, m.RouteNote)):
+            if isinstance(message, m.Need):
+                peer.rerouted = peer.rerouted or peer.chained
+            if why := self.effects.serve(rank, message):
+                self.fail(peer, why)
+        elif peer.stage is Stage.ACTIVE and isinstance(message, m.Fetched):
+            self.effects.confirm(rank)
+            peer.stage = Stage.CONFIRMED
+        elif peer.stage is Stage.CONFIRMED and isinstance(message, m.Done):
             peer.stage = Stage.DONE
         else:
             self._out_of_turn(peer, message)
 
-    def _accepted(self, peer: Peer, accept: Accept) -> None:
+    def _accepted(self, peer: Peer, accept: m.Accept) -> None:
         again = accept.reads is not None and peer.stage in (Stage.ACTIVE, Stage.CONFIRMED)
         if peer.stage is not Stage.OFFERED and not again:
             self._out_of_turn(peer, accept)
@@ -169,7 +170,7 @@ class SenderMachine:
             self.fail(peer, f"took route {accept.route!r}, which is not known here")
         elif only not in (None, route.name):
             reason = f"it takes route {accept.route!r}, and {only!r} was asked for"
-            peer.refusal = Refuse("route", reason)
+            peer.refusal = m.Refuse("route", reason)
             self.fail(peer, reason)
         else:
             peer.accept = accept
@@ -179,45 +180,32 @@ class SenderMachine:
             else:
                 self._go(peer, Link(peer.rank))
 
-    def _heard_data(self, peer: Peer, message: Message) -> None:
-        if isinstance(message, (Need, Want, RouteNote)):
-            if isinstance(message, Need):
-                peer.rerouted = peer.rerouted or peer.chained
-            if why := self.effects.serve(peer.rank, message):
-                self.fail(peer, why)
-        elif isinstance(message, Fetched):
-            self.effects.confirm(peer.rank)
-            peer.stage = Stage.CONFIRMED
-        else:
-            self._out_of_turn(peer, message)
-
-    def _out_of_turn(self, peer: Peer, message: Message) -> None:
+    def _out_of_turn(self, peer: Peer, message: m.Message) -> None:
         self.fail(peer, f"sent {type(message).__name__} out of turn")
 
     # Losses
 
     def lost(self, rank: int, reason: str) -> None:
         """The connection to a receiver is closed."""
-        peer = self.peers[rank]
-        if peer.stage in UNDER_WAY:
-            peer.give_up(f"connection lost: {reason}")
-            self.effects.drop(rank)
+        if self.peers[rank].stage in UNDER_WAY:
+            self._drop(self.peers[rank], f"connection lost: {reason}")
 
-    def fail(self, peer: Peer, reason: str, *, late: bool = False) -> None:
-        """Give up on one receiver."""
-        self._give_up(peer, reason, f"the sender gave up on this rank: {reason}", late=late)
+    def fail(self, peer: Peer, reason: str, *, late: bool = False, said: str = "") -> None:
+        """Give up on one receiver, and tell it so."""
+        # A receiver that has been asked to commit takes no more messages.
+        if peer.stage is not Stage.CONFIRMED:
+            said = said or f"the sender gave up on this rank: {reason}"
+            self.effects.send(peer.rank, m.Abort(m.text(said), late=late))
+        self._drop(peer, reason, late=late)
 
     def abort(self, reason: str) -> None:
         """Give up altogether."""
         for peer in self.among(*UNDER_WAY):
-            self._give_up(peer, reason, reason)
+            self.fail(peer, reason, said=reason)
         for peer in self.among(Stage.EXPECTED):
             peer.give_up(reason)
 
-    def _give_up(self, peer: Peer, reason: str, said: str, *, late: bool = False) -> None:
-        # A receiver that has been asked to commit takes no more messages.
-        if peer.stage is not Stage.CONFIRMED:
-            self.effects.send(peer.rank, Abort(text(said), late=late))
+    def _drop(self, peer: Peer, reason: str, *, late: bool = False) -> None:
         peer.give_up(reason, late=late)
         self.effects.drop(peer.rank)
 
@@ -240,7 +228,7 @@ class SenderMachine:
                 self.fail(peer, f"took no data for {self.patience:.3g} s")
             elif now > peer.pinged_at + self.patience / 4:
                 peer.pinged_at = now
-                self.effects.send(peer.rank, Ping())
+                self.effects.send(peer.rank, m.Ping())
 
     def time_is_up(self) -> None:
         for peer in self.among(*UNDER_WAY):

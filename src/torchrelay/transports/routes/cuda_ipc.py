@@ -78,7 +78,6 @@ class CudaService(MemoryService):
         except IpcError as fault:
             return m.write(DeviceFacts(here, no_exports=str(fault)))
         facts = DeviceFacts(self.facts(outgoing), outgoing.verify is not False)
-        self.is_likely = bool(receiver.join.place.devices)
         return m.write(facts)
 
     def begin(self, outgoing: Outgoing, accept: m.Accept, link: r.Link) -> bytes:

@@ -90,7 +90,6 @@ class MemoryService(r.RouteService):
         except OSError:
             return elsewhere
         process = self._proof.process
-        self.is_likely = True
         return MemoryFacts(here, process.beacon, process.fd, outgoing.verify is True)
 
     def begin(self, outgoing: Outgoing, accept: m.Accept, link: r.Link) -> bytes:

@@ -84,7 +84,6 @@ class RouteService:
     wire_bytes = 0
     messages = 0
     connections = 0
-    is_likely = False  # after `offer`: the receiver will probably take this route
 
     def __init__(self, receiver: Receiver) -> None:
         self._receiver = receiver

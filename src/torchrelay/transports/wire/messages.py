@@ -95,8 +95,6 @@ class Offer(_LargeMessage, frozen=True):
     route: Name | None = None  # the only one I take
     routes: Annotated[dict[Name, Blob], Meta(max_length=64)] = {}
     unavailable: Reasons = {}  # routes that I cannot serve, and why
-    likely: Name = ""  # the route that you will probably take, and `go` for it: do not wait
-    go: Blob = b""
     several: bool = False  # I have other states for you: a step must be asked for
     threads: Count = 1  # to copy with on this machine, for each receiver
 
@@ -204,7 +202,6 @@ class FrameReader:
 
     def __init__(self) -> None:
         self._data = bytearray()
-        self._kind, self._length = -1, 0  # of the frame that is under way
 
     def feed(self, data: bytes) -> Iterator[tuple[Message, int]]:
         """The messages that are complete with these bytes, and the bytes of each.
@@ -212,19 +209,15 @@ class FrameReader:
         self._data += data
         at = 0
         try:
-            while True:
-                if self._kind < 0:
-                    if len(self._data) - at < _HEAD.size:
-                        return
-                    self._kind, self._length = _checked_head(self._data, at)
-                    at += _HEAD.size
-                if len(self._data) - at < self._length:
+            while len(self._data) >= at + _HEAD.size:
+                kind, length = _checked_head(self._data, at)
+                begin = at + _HEAD.size
+                if len(self._data) < begin + length:
                     return
-                with memoryview(self._data)[at : at + self._length] as body:
-                    message: Message = read_by(_DECODERS[self._kind], body)
-                at += self._length
-                self._kind = -1
-                yield message, self._length
+                with memoryview(self._data)[begin : begin + length] as body:
+                    message: Message = read_by(_DECODERS[kind], body)
+                at = begin + length
+                yield message, length
         finally:
             del self._data[:at]
 
