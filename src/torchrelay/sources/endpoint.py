@@ -40,7 +40,7 @@ from torchrelay.steps import MAX_STEP
 ASK_SECONDS = 20.0  # that a server may take to answer a small request
 KEEPER_SECONDS = 5.0  # that a keeper may take: it may be gone with its host
 POLL_SECONDS = 30.0  # that one request waits for a newer step,
-SHORT_POLL = 1.0  # and where another server did not answer and is asked again
+SHORT_POLL = 0.5  # and where another server did not answer and is asked again
 END_SECONDS = 1.0  # to tell all servers that a read is over
 MAX_URLS, MAX_KEEPERS = 64, 4096
 _AT_ONCE = 16
@@ -156,19 +156,15 @@ class EndpointSource:
         return self._list(deadline, "", 0.0)
 
     def wait(self, newer_than: int, deadline: Deadline) -> list[int]:
-        """The same, once there is a step above `newer_than`, or when the time is over. Servers that
-        cannot be reached are asked again until then."""
-        # The first look is short: it finds out whether one of several cannot be reached.
-        brief = len(self.hosts) > 1
+        """The same, once there is a step above `newer_than` (-1: any), or when the time is over.
+        Servers that cannot be reached are asked again until then."""
+        # The first look finds what is there, also where one of several cannot be reached.
+        query, wait = "", 0.0
         while True:
             begun = time.monotonic()
-            poll = SHORT_POLL if self.failed or brief else POLL_SECONDS
-            brief = False
-            wait = min(max(deadline.early() - _MARGIN, _MARGIN), poll)
             self.failed.clear()
             found: list[int] = []
             try:
-                query = f"?newer_than={newer_than}&wait_ms={1000 * wait:.0f}"
                 found = self._list(deadline, query, wait)
             except RelayError:
                 if self._refused or deadline.early() < 2 * _MARGIN:
@@ -178,6 +174,9 @@ class EndpointSource:
             if self.failed or not found:
                 pause = SHORT_POLL - (time.monotonic() - begun)
                 time.sleep(max(0.0, min(pause, deadline.early())))
+            poll = SHORT_POLL if self.failed else POLL_SECONDS
+            wait = min(max(deadline.early() - _MARGIN, _MARGIN), poll)
+            query = f"?newer_than={newer_than}&wait_ms={1000 * wait:.0f}" if newer_than >= 0 else ""
 
     def _list(self, deadline: Deadline, query: str, wait: float) -> list[int]:
         hosts = [host for host in self.hosts if host.url not in self.failed]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 
@@ -28,8 +27,6 @@ from torchrelay.sources.remote_step import RemoteStep
 from torchrelay.stores.seam import WantedBox
 from torchrelay.weights.fetch import PartFetch
 from torchrelay.weights.mirror import Mirror, MirrorReader
-
-LOOK_SECONDS = 0.2  # between two looks at a publisher that has nothing yet
 
 Publisher = str | PeerSource | Sequence[str] | Sequence[PeerSource]
 
@@ -92,28 +89,20 @@ class NewestStep:
         """Waits for a step. Servers that cannot be reached are asked again until the deadline."""
         if (found := self._on_device(deadline)) is not None:
             return [found]
-        while True:
-            newest = -1
-            fault: RelayError | None = None
-            try:
-                newest = max(self._origin.steps(deadline), default=-1)
-            except (PeerLostError, TransferTimeoutError) as lost:
-                fault = lost
-            if newest >= max(self._floor, 0):
-                return [newest]
-            if deadline.early() < 2 * LOOK_SECONDS:
-                wanted = f"no step from {self._floor} on" if self._floor > 0 else "no step"
-                there = f"; the newest is {newest}" if newest >= 0 else ""
-                raise TransferTimeoutError(
-                    f"{wanted} at {self.name} in {deadline.seconds:g} s{there}: wait longer, or "
-                    "see whether the publisher is alive",
-                    phase="wait",
-                ) from fault
-            if newest >= 0:
-                self._origin.wait(self._floor - 1, deadline)
-            else:
-                time.sleep(LOOK_SECONDS)
-                self._origin.failed.clear()
+        newest, fault = -1, None
+        try:
+            newest = max(self._origin.wait(self._floor - 1, deadline), default=-1)
+        except (PeerLostError, TransferTimeoutError) as lost:
+            fault = lost
+        if newest >= max(self._floor, 0):
+            return [newest]
+        wanted = f"no step from {self._floor} on" if self._floor > 0 else "no step"
+        there = f"; the newest is {newest}" if newest >= 0 else ""
+        raise TransferTimeoutError(
+            f"{wanted} at {self.name} in {deadline.seconds:g} s{there}: wait longer, or see whether "
+            "the publisher is alive",
+            phase="wait",
+        ) from fault
 
     def _on_device(self, deadline: Deadline) -> int | None:
         """The newest step, if it is in memory of a GPU, and lent from now on."""
