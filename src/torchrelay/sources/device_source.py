@@ -194,16 +194,17 @@ class DeviceSource:
 
     def wait(self, newer_than: int, deadline: Deadline) -> list[int]:
         """As `EndpointSource.wait`: a step that is on a GPU only counts, too."""
-        seconds = 0.0  # the first look may have to find out where the server lends memory
+        request, seconds = DeviceLeaseRequest(), 0.0  # waits for a step that is being published
         while deadline.early() > 2 * _MARGIN:
             begun = time.monotonic()
-            request = DeviceLeaseRequest(newer_than=newer_than, wait_ms=int(1000 * seconds))
             lent = self._ask(request, deadline, seconds)
-            if lent is not None:
+            if lent is not None and lent.lease.step > newer_than:
                 return [lent.lease.step]
             if seconds and time.monotonic() - begun < seconds - _MARGIN:
                 break  # a newer step is in host memory, or the server lends nothing
             seconds = min(deadline.early() - _MARGIN, POLL_SECONDS)
+            request = DeviceLeaseRequest(newer_than=newer_than, wait_ms=int(1000 * seconds))
+        self._give_back()
         return self.endpoint.wait(newer_than, deadline)
 
     def take(self) -> LentDevice | None:

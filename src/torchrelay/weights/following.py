@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from contextlib import suppress
 
 import msgspec
 
 from torchrelay.deadlines import Deadline
 from torchrelay.errors import (
     PeerLostError,
-    RelayError,
     StepNotFoundError,
     TransferTimeoutError,
     UsageError,
@@ -73,13 +71,12 @@ class NewestStep:
         """`on_gpu`: memory of a GPU of this host is read where the step is there."""
         self._origin, self._mirror, self._floor = origin, mirror, floor
         self.name, self.cost = origin.name, origin.cost
-        self.device: DeviceSource | None = None
-        if on_gpu and origin.lends_gpus:
-            self.device = DeviceSource(origin)
+        self.device = DeviceSource(origin) if on_gpu and origin.lends_gpus else None
+        self._source = self.device or origin
         self.opened: RemoteStep | DeviceLentStep | None = None  # what was opened last
 
     def end(self, reason: str = "", nbytes: int = 0) -> None:
-        (self.device or self._origin).end(reason, nbytes, keep=not reason)
+        self._source.end(reason, nbytes, keep=not reason)
 
     def for_another(self) -> EndpointSource:
         """The servers for the next update, with the connections that were kept after this one."""
@@ -87,11 +84,9 @@ class NewestStep:
 
     def steps(self, deadline: Deadline) -> list[int]:
         """Waits for a step. Servers that cannot be reached are asked again until the deadline."""
-        if (found := self._on_device(deadline)) is not None:
-            return [found]
         newest, fault = -1, None
         try:
-            newest = max(self._origin.wait(self._floor - 1, deadline), default=-1)
+            newest = max(self._source.wait(self._floor - 1, deadline), default=-1)
         except (PeerLostError, TransferTimeoutError) as lost:
             fault = lost
         if newest >= max(self._floor, 0):
@@ -103,17 +98,6 @@ class NewestStep:
             "the publisher is alive",
             phase="wait",
         ) from fault
-
-    def _on_device(self, deadline: Deadline) -> int | None:
-        """The newest step, if it is in memory of a GPU, and lent from now on."""
-        if self.device is None:
-            return None
-        with suppress(RelayError):  # which the endpoint meets again
-            self.device.steps(deadline)
-            if self.device.lent is not None and self.device.lent.lease.step < self._floor:
-                self.device.wait(self._floor - 1, deadline)
-        lent = self.device.lent
-        return lent.lease.step if lent is not None and lent.lease.step >= self._floor else None
 
     def identity(self, step: int) -> StepIdentity:
         """The content of a step that was listed, by its digests."""
@@ -131,7 +115,7 @@ class NewestStep:
         return StepIdentity(record.step, self.opened.snapshot, state_digest(record))
 
     def open(self, step: int, deadline: Deadline) -> RemoteStep | MirroredStep | DeviceLentStep:
-        self.opened = found = (self.device or self._origin).open(step, deadline)
+        self.opened = found = self._source.open(step, deadline)
         if isinstance(found, DeviceLentStep):
             return found
         # Memory of this host is read where it is.
@@ -139,7 +123,7 @@ class NewestStep:
 
     def reported(self, loaded: Loaded) -> Loaded:
         """The result, with what each server gave."""
-        return (self.device or self._origin).reported(loaded, "parts")
+        return self._source.reported(loaded, "parts")
 
 
 class MirroredStep:
