@@ -94,8 +94,8 @@ class NewestStep:
         wanted = f"no step from {self._floor} on" if self._floor > 0 else "no step"
         there = f"; the newest is {newest}" if newest >= 0 else ""
         raise TransferTimeoutError(
-            f"{wanted} at {self.name} in {deadline.seconds:g} s{there}: wait longer, or see whether "
-            "the publisher is alive",
+            f"{wanted} at {self.name} in {deadline.seconds:g} s{there}: wait longer, or see "
+            "whether the publisher is alive",
             phase="wait",
         ) from fault
 
