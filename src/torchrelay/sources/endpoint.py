@@ -266,9 +266,9 @@ class EndpointSource:
         data, record = found
         suppliers = self._suppliers(holders, record, snapshot, deadline)
         self._map(suppliers, record, snapshot)
-        what = (self.name, data, record, snapshot, suppliers, deadline)
-        self._opened.append(RemoteStep(*what, verify=self._verify))
-        return self._opened[-1]
+        opened = RemoteStep(self.name, data, record, snapshot, suppliers, verify=self._verify)
+        self._opened.append(opened)
+        return opened
 
     def digests_of(self, step: int) -> tuple[str, str]:
         """The snapshot and the state of a step that was listed last, as most of the servers have

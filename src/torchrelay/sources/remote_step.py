@@ -85,7 +85,7 @@ class Suppliers:
     """Which supplier has which volume. Safe to use from several threads."""
 
     def __init__(self, volumes: dict[str, list[Supplier]], deadline: Deadline, what: str) -> None:
-        self._volumes, self._deadline, self._what = volumes, deadline, what
+        self._volumes, self.deadline, self._what = volumes, deadline, what
         self._lock = threading.Lock()
         self.gone = False  # whether the step was replaced
         self.stopped = threading.Event()
@@ -99,7 +99,7 @@ class Suppliers:
         while True:
             if self.stopped.is_set():
                 raise PeerLostError(f"{self._what} was given up")
-            if self._deadline.passed:
+            if self.deadline.passed:
                 faults = "".join(f"; {name}: {why}" for name, why in self.faulty.items())
                 text = f"no time is left to read {self._what}{faults}"
                 raise TransferTimeoutError(text, phase="data")
@@ -114,7 +114,7 @@ class Suppliers:
                     found.active += 1
                     return found
                 pause = min(one.rests_until for one in able) - now
-            self.stopped.wait(min(max(pause, 0.001), self._deadline.left()))
+            self.stopped.wait(min(max(pause, 0.001), self.deadline.left()))
 
     def mapped(self, volume: str) -> MappedReader | None:
         return next(filter(None, (one.mapped(volume) for one in self._volumes[volume])), None)
@@ -202,7 +202,6 @@ class RemoteStep:
         record: Record,
         snapshot: str,
         suppliers: Suppliers,
-        deadline: Deadline,
         *,
         verify: bool = False,
     ) -> None:
@@ -213,7 +212,7 @@ class RemoteStep:
         self.mapped = suppliers.all_mapped
         self.costly_reads = not self.mapped
         self.trusted = not (self.mapped and verify)
-        self._data, self._deadline = data, deadline
+        self._data = data
         self._files = {file.name: file for file in record.volumes}
 
     @property
@@ -225,7 +224,7 @@ class RemoteStep:
 
     def reader(self, name: str, *, once: bool = True) -> DataReader:
         mapped = self.suppliers.mapped(name) if self.mapped else None
-        return mapped or RemoteReader(self._files[name], self.suppliers, self._deadline)
+        return mapped or RemoteReader(self._files[name], self.suppliers)
 
     def close(self) -> None:
         self.suppliers.close()
@@ -234,9 +233,8 @@ class RemoteStep:
 class RemoteReader(DataReader):
     """A volume of the step. All that it returns has its digest, or comes from elsewhere."""
 
-    def __init__(self, file: ChunkedVolume, suppliers: Suppliers, deadline: Deadline) -> None:
-        self._file, self.nbytes = file, file.nbytes
-        self._suppliers, self._deadline = suppliers, deadline
+    def __init__(self, file: ChunkedVolume, suppliers: Suppliers) -> None:
+        self._file, self.nbytes, self._suppliers = file, file.nbytes, suppliers
 
     def read_into(self, position: int, buffers: Sequence[memoryview]) -> None:
         views = [memoryview(buffer).cast("B") for buffer in buffers]
@@ -267,8 +265,7 @@ class RemoteReader(DataReader):
         chunks = ArrivingChunks(self._file, start)
         try:
             try:
-                seconds = max(self._deadline.left(), 0.01)
-                for part in supplier.read(name, start, views, seconds=seconds):
+                for part in supplier.read(name, start, views, seconds=suppliers.deadline.left()):
                     if suppliers.stopped.is_set():
                         break
                     if not chunks.add(part):

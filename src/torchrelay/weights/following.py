@@ -119,7 +119,7 @@ class NewestStep:
         if isinstance(found, DeviceLentStep):
             return found
         # Memory of this host is read where it is.
-        return found if found.mapped else MirroredStep(found, self._mirror, deadline)
+        return found if found.mapped else MirroredStep(found, self._mirror)
 
     def reported(self, loaded: Loaded) -> Loaded:
         """The result, with what each server gave."""
@@ -133,8 +133,8 @@ class MirroredStep:
     costly_reads = False
     trusted = True  # every part chunk was compared with its digest
 
-    def __init__(self, step: RemoteStep, mirror: Mirror, deadline: Deadline) -> None:
-        self._step, self._mirror, self._deadline = step, mirror, deadline
+    def __init__(self, step: RemoteStep, mirror: Mirror) -> None:
+        self._step, self._mirror = step, mirror
         self.url, self.digest, self.close = step.url, step.digest, step.close
         self.record: Record = step.record
         self._files = {file.name: file for file in step.record.volumes}
@@ -146,7 +146,7 @@ class MirroredStep:
     def prepare(self, wanted: Iterable[WantedBox]) -> None:
         self._mirror.plan(wanted, self._files)
         try:
-            PartFetch(self._step, self._mirror, self._deadline).run()
+            PartFetch(self._step, self._mirror).run()
         except FileNotFoundError as fault:
             text = f"the step was replaced while it was read: {fault.strerror}"
             raise StepNotFoundError(text, step=self.record.step) from fault
