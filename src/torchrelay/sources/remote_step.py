@@ -240,23 +240,17 @@ class RemoteReader(DataReader):
         views = [memoryview(buffer).cast("B") for buffer in buffers]
         stop = position + sum(map(len, views))
         size = self._file.chunk_bytes
-        if position % size or (stop % size and stop != self.nbytes):
-            self._read_around(position, stop, views)
-            return
-        at = position
-        while at < stop:
-            at = self._some(at, list(_from(views, at - position)))
-
-    def _read_around(self, start: int, stop: int, views: list[memoryview]) -> None:
-        size = self._file.chunk_bytes
-        first = start // size * size
-        last = min(-(-stop // size) * size, self.nbytes)
-        whole = memoryview(bytearray(last - first))
-        self.read_into(first, [whole])
-        at = start - first
-        for view in views:
-            view[:] = whole[at : at + len(view)]
-            at += len(view)
+        first, last = position // size * size, min(-(-stop // size) * size, self.nbytes)
+        whole = views
+        if (first, last) != (position, stop):  # parts of chunks, which have no digests
+            whole = [memoryview(bytearray(last - first))]
+        at = first
+        while at < last:
+            at = self._some(at, list(_from(whole, at - first)))
+        if whole is not views:
+            for view in views:
+                view[:] = whole[0][position - first : position - first + len(view)]
+                position += len(view)
 
     def _some(self, start: int, views: list[memoryview]) -> int:
         """Read what one supplier gives of a range; returns up to where all digests match."""
