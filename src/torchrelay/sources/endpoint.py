@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import secrets
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from copy import copy
 from dataclasses import replace
 from functools import partial
+from itertools import chain
 from typing import Annotated, TypeVar
 
 import msgspec
@@ -121,7 +123,6 @@ class EndpointSource:
     def _begin_again(self) -> None:
         self.failed: dict[str, str] = {}
         self.instead: dict[str, str] = {}
-        self._refused = False  # whether all that failed did so for good
         self._listed: dict[int, Holders] = {}
         self._opened: list[RemoteStep] = []
         self.helpers: Iterable[Supplier] = ()  # other pullers that give parts of a step
@@ -166,8 +167,10 @@ class EndpointSource:
             found: list[int] = []
             try:
                 found = self._list(deadline, query, wait)
-            except RelayError:
-                if self._refused or deadline.early() < 2 * _MARGIN:
+            except RelayError as fault:
+                refused = all(host.url in self.failed for host in self.hosts)
+                for_good = refused and isinstance(fault, EndpointError)
+                if for_good or deadline.early() < 2 * _MARGIN:
                     raise
             if any(step > newer_than for step in found) or deadline.early() < 2 * _MARGIN:
                 return found
@@ -228,11 +231,11 @@ class EndpointSource:
 
     def _nobody(self, deadline: Deadline) -> RelayError:
         reasons = "; ".join(f"{url}: {why}" for url, why in self.failed.items())
-        self._refused = all("does not answer: " not in why for why in self.failed.values())
-        if deadline.passed and not self._refused:
+        refused = all("does not answer: " not in why for why in self.failed.values())
+        if deadline.passed and not refused:
             text = f"no endpoint could be read in {deadline.seconds:g} s: {reasons}"
             return TransferTimeoutError(text, phase="open")
-        kind = EndpointError if self._refused else PeerLostError
+        kind = EndpointError if refused else PeerLostError
         return kind(f"no endpoint can be read: {reasons}", phase="open")
 
     # One step.
@@ -264,7 +267,7 @@ class EndpointSource:
         if found is None:
             raise self._nobody(deadline)
         data, record = found
-        suppliers = self._suppliers(holders, record, snapshot, deadline)
+        suppliers = self._suppliers_of(holders, record, snapshot, deadline)
         self._map(suppliers, record, snapshot)
         opened = RemoteStep(self.name, data, record, snapshot, suppliers, verify=self._verify)
         self._opened.append(opened)
@@ -278,7 +281,7 @@ class EndpointSource:
         states = (facts.state for _, facts in most if facts.state)
         return (most[0][1].snapshot, next(states, "")) if most else ("", "")
 
-    def _suppliers(
+    def _suppliers_of(
         self, holders: Holders, record: Record, snapshot: str, deadline: Deadline
     ) -> Suppliers:
         """Each volume is at servers that list it, or at the ranks that an endpoint names."""
@@ -336,9 +339,7 @@ class EndpointSource:
         connections to the servers that were named are kept, for a `renewed` source."""
         hosts = {host.url: host for host in self.hosts if host.url not in self.failed}
         for step in self._opened:
-            for one in step.suppliers.all:
-                if not one.dropped:
-                    hosts[one.name] = one.host
+            hosts |= {one.name: one.host for one in step.suppliers.all if not one.dropped}
         mapped = nbytes if self.mapped else 0
         end = time.monotonic() + END_SECONDS
 
@@ -356,19 +357,20 @@ class EndpointSource:
     @property
     def supplied(self) -> dict[str, int]:
         """Bytes that came from each URL."""
-        found = {one.name: one.bytes for one in self.helpers if one.bytes}
-        for step in self._opened:
-            for url, nbytes in step.suppliers.bytes.items():
-                found[url] = found.get(url, 0) + nbytes
-        return found
+        found = Counter[str]()
+        for one in self._suppliers:
+            found[one.name] += one.bytes
+        return dict(+found)
 
     @property
     def faulty(self) -> dict[str, str]:
         """Why URLs were left out or dropped."""
-        found = dict(self.failed)
-        for step in self._opened:
-            found.update(step.suppliers.faulty)
-        return found | {one.name: one.dropped for one in self.helpers if one.dropped}
+        return self.failed | {one.name: one.why for one in self._suppliers if one.why}
+
+    @property
+    def _suppliers(self) -> list[Supplier]:
+        steps = (step.suppliers.all for step in self._opened)
+        return [*chain.from_iterable(steps), *self.helpers]
 
     def reported(
         self,

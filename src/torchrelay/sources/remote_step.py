@@ -50,6 +50,11 @@ class Supplier:
         self.rests_until = 0.0
         self.dropped = ""  # why it is asked no more
 
+    @property
+    def why(self) -> str:
+        """Why it was dropped or did not come back, if it did not."""
+        return self.dropped or (self.fault if self.failures else "")
+
     def take(self, lent: LentMemory, sizes: Mapping[str, int]) -> None:
         """Read volumes of the right size from this memory, until `close`."""
         right = {n: one for n, one in lent.readers.items() if sizes.get(n) == one.nbytes}
@@ -162,13 +167,7 @@ class Suppliers:
     @property
     def faulty(self) -> dict[str, str]:
         """Why suppliers were dropped or did not come back, by name."""
-        bad = [one for one in self.all if one.dropped or one.failures]
-        return {one.name: one.dropped or one.fault for one in bad}
-
-    @property
-    def bytes(self) -> dict[str, int]:
-        """Bytes from each supplier, by name."""
-        return {one.name: one.bytes for one in self.all if one.bytes}
+        return {one.name: one.why for one in self.all if one.why}
 
     def close(self) -> None:
         self.stopped.set()
