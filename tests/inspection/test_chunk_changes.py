@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from msgspec.structs import replace
+
 from torchrelay.inspection.comparison import Touched, touched
-from torchrelay.inspection.seam import Contents, VolumeFacts
+from torchrelay.inspection.seam import Contents
 from torchrelay.plan.stored import Shard, StoredTensor
+from torchrelay.record.schema import VolumeRecord
 
 
 def chunked(values: list[int], tensors: dict[str, tuple[int, int]]) -> Contents:
@@ -14,7 +17,7 @@ def chunked(values: list[int], tensors: dict[str, tuple[int, int]]) -> Contents:
         for name, (start, length) in tensors.items()
     )
     digests = b"".join(bytes([value]) * 16 for value in values)
-    return Contents(None, 1, stored, (VolumeFacts("v", 30, None, 8, digests),))
+    return Contents(None, 1, stored, (VolumeRecord("v", 30, 8, None, digests),))
 
 
 def test_digests_of_chunks_tell_which_tensors_changed() -> None:
@@ -33,11 +36,11 @@ def test_digests_of_chunks_tell_which_tensors_changed() -> None:
 
 def test_digests_of_another_layout_leave_it_open() -> None:
     before = chunked([1, 2, 3, 4], {"a": (0, 8)})
-    longer = before._replace(volumes=(before.volumes[0]._replace(nbytes=31),))
-    bare = before._replace(volumes=(before.volumes[0]._replace(digests=b""),))
-    renamed = before._replace(volumes=(before.volumes[0]._replace(name="w"),))
+    longer = before._replace(volumes=(replace(before.volumes[0], nbytes=31),))
+    bare = before._replace(volumes=(replace(before.volumes[0], digests=b""),))
+    renamed = before._replace(volumes=(replace(before.volumes[0], name="w"),))
     moved = chunked([1, 2, 3, 4], {"a": (8, 8), "b": (0, 8)})
     for after in (longer, bare, renamed, moved):
         assert touched(before, after) == [Touched("a", 1.0, False)]
-    more = before._replace(volumes=(*before.volumes, VolumeFacts("new", 8, None, 8, bytes(16))))
+    more = before._replace(volumes=(*before.volumes, VolumeRecord("new", 8, 8, None, bytes(16))))
     assert touched(before, more) == []

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from torchrelay.errors import RemoteProtocolError
 from torchrelay.parts import runs as module
-from torchrelay.parts.runs import PartRuns, PartsRequest, RunsBuilder, VolumeParts, decode_request
+from torchrelay.parts.runs import PartRuns, PartsRequest, VolumeParts, decode_request, runs_of
 
 Columns = tuple[list[int], list[int], list[int], list[int], list[int]]
 
@@ -30,16 +30,16 @@ def boxes(draw: Any) -> tuple[int, tuple[int, ...], tuple[int, ...], tuple[int, 
 
 def volume_of(some: list[Any]) -> tuple[np.ndarray[Any, Any], PartRuns, np.ndarray[Any, Any]]:
     """Arrays one behind the other, the runs of the boxes, and which bytes those are."""
-    builder, start, chosen = RunsBuilder(), 48, []
+    boxes, start, chosen = [], 48, []
     for itemsize, shape, offsets, sizes in some:
-        builder.add(start, itemsize, shape, offsets, sizes)
+        boxes.append((start, itemsize, shape, offsets, sizes))
         mask = np.zeros((*shape, itemsize), np.bool_)
         mask[tuple(slice(o, o + s) for o, s in zip(offsets, sizes, strict=True))] = True
         chosen.append(mask.reshape(-1))
         start += mask.size
     wanted = np.concatenate([np.zeros(48, np.bool_), *chosen, np.zeros(16, np.bool_)])
     volume = np.random.default_rng(len(wanted)).integers(0, 256, len(wanted), np.uint8)
-    return volume, builder.runs(len(wanted)), wanted
+    return volume, runs_of(boxes, len(wanted)), wanted
 
 
 @settings(deadline=None, max_examples=150)
@@ -85,27 +85,20 @@ def test_a_stream_that_broke_off_continues_at_a_part_chunk(some: list[Any]) -> N
 
 
 def test_half_of_every_row_is_one_run() -> None:
-    builder = RunsBuilder()
-    builder.add(100, 2, (64, 32), (0, 16), (64, 16))
-    runs = builder.runs(10_000)
+    runs = runs_of([(100, 2, (64, 32), (0, 16), (64, 16))], 10_000)
     assert [column.tolist() for column in runs.columns] == [[132], [32], [64], [64], [2]]
 
 
 def test_tensors_next_to_each_other_are_one_run() -> None:
-    builder = RunsBuilder()
-    for start in (0, 40, 80):
-        builder.add(start, 4, (10,), (0,), (10,))
-    builder.add(120, 8, (2,), (0,), (2,))
-    builder.add(0, 4, (10,), (0,), (10,))  # a second time
-    assert builder.runs(136).starts.tolist() == [0, 120]
-    assert builder.runs(136).parts == [(0, 120, 4), (120, 136, 8)]
+    boxes = [(start, 4, (10,), (0,), (10,)) for start in (0, 40, 80)]
+    boxes.append((120, 8, (2,), (0,), (2,)))
+    boxes.append((0, 4, (10,), (0,), (10,)))  # a second time
+    assert runs_of(boxes, 136).starts.tolist() == [0, 120]
+    assert runs_of(boxes, 136).parts == [(0, 120, 4), (120, 136, 8)]
 
 
 def test_boxes_that_overlap_are_sent_once() -> None:
-    builder = RunsBuilder()
-    for first in range(4):
-        builder.add(0, 4, (8, 8), (first, 0), (5, 7))
-    runs = builder.runs(256)
+    runs = runs_of([(0, 4, (8, 8), (first, 0), (5, 7)) for first in range(4)], 256)
     assert runs.total <= 256
     runs.check(256)
 

@@ -7,9 +7,10 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 import torch
 
-from torchrelay.inspection.seam import Contents, VolumeFacts
+from torchrelay.inspection.seam import Contents
 from torchrelay.plan.stored import Shard, StoredTensor
 from torchrelay.progress import ProgressCallback
+from torchrelay.record.schema import VolumeRecord
 from torchrelay.state.tensors import NAMES
 
 BoxOf = tuple[tuple[int, ...], tuple[int, ...]]
@@ -40,7 +41,7 @@ class HeldSource:
                 flat = part.contiguous().reshape(-1).view(torch.uint8)
                 self._volumes.append(flat.numpy().tobytes())
             stored.append(StoredTensor(name, NAMES[tensor.dtype], shape, tuple(shards)))
-        volumes = (VolumeFacts(f"box {n}", len(data)) for n, data in enumerate(self._volumes))
+        volumes = (VolumeRecord(f"box {n}", len(data)) for n, data in enumerate(self._volumes))
         self.contents = Contents(step, 1, tuple(stored), tuple(volumes))
 
     def read_into(self, volume: int, start: int, view: memoryview) -> None:

@@ -40,9 +40,10 @@ Decide = Callable[[list[bytes]], Sequence[bytes]]
 class CallChannel:
     """Where ranks meet under a key. In each process one call at a time is in its first round."""
 
-    def __init__(self, store: GroupStore, key: str, known: Mapping[str, CallChannel]) -> None:
-        self.store = store
-        self.key = key
+    def __init__(
+        self, store: GroupStore, key: str, known: Mapping[str, CallChannel], subject: str
+    ) -> None:
+        self.store, self.key, self.subject = store, key, subject
         self.known = known  # the channels of this process, by key
         self.numbers = count(1)
         self.beginning = threading.Lock()
@@ -69,24 +70,10 @@ class CallChannel:
 
 
 class Call:
-    """Made by `Coordinator.call`; without a channel, of one process."""
+    """One operation, here of a process alone. Made by `Coordinator.call`."""
 
-    def __init__(
-        self,
-        name: CallName,
-        rank: int,
-        world: int,
-        subject: str,
-        channel: CallChannel | None,
-        number: int,
-    ) -> None:
+    def __init__(self, name: CallName) -> None:
         self.name = name
-        self._rank, self._world, self._subject = rank, world, subject
-        self._channel, self._number = channel, number
-        self._rounds = 0
-        # Of the keys of this call: its own from the second round on.
-        self._prefix = "" if channel is None else f"{channel.key}/first"
-        self._answers: list[str] = []  # the coordinator's, of the last round
         self.answered = True  # whether this rank knows how the last round ended
         self.awaited = False  # whether the other ranks wait for this one in the next round
 
@@ -107,30 +94,61 @@ class Call:
         the second round on all ranks have the earliest deadline of any of them: a rank that gave up
         first would not learn how the call ended.
         """
+        if isinstance(mine, BaseException):
+            raise mine
+        return decide([mine()])[0]
+
+    @contextmanager
+    def reporting(self, phase: str, deadline: Deadline) -> Iterator[None]:
+        """Within: this rank works between two rounds. If it fails, the next round of the others
+        raises the reason, and they do not wait for this rank."""
+        try:
+            yield
+        except BaseException as fault:
+            with suppress(RelayError, type(fault)):  # this one is raised
+                self.round(phase, fault, lambda said: said, deadline)
+            raise
+
+    def at(self, where: str) -> None:
+        """Tell the other ranks what this one is doing, in case it does not finish."""
+
+    def drain(self) -> None:
+        """On the coordinator, after the last round: wait, though not for long, until the ranks have
+        read their answers. The store that has them may end with this process."""
+
+
+class GroupCall(Call):
+    """A call of several ranks, in rounds that meet in a channel."""
+
+    def __init__(
+        self, name: CallName, rank: int, world: int, channel: CallChannel, number: int
+    ) -> None:
+        super().__init__(name)
+        self._rank, self._world, self._number = rank, world, number
+        self._channel, self._store = channel, channel.store
+        self._rounds = 0
+        self._prefix = f"{channel.key}/first"  # of its keys: its own from the second round on
+        self._answers: list[str] = []  # the coordinator's, of the last round
+
+    def round(self, phase: str, mine: Mine, decide: Decide, deadline: Deadline) -> bytes:
         self._rounds += 1
-        self.awaited = False
-        channel = self._channel
-        if channel is None:
-            if isinstance(mine, BaseException):
-                raise mine
-            return decide([mine()])[0]
-        self.answered = False
+        self.awaited = self.answered = False
         message, fault = RankMessage.of(mine, phase, self._rank)
         if isinstance(fault, RelayError) and fault.rank is None:
             fault.rank = self._rank
         place = self._place(self._rank)
         try:
-            channel.sweep()
-            with channel.first_round(deadline) if self._rounds == 1 else nullcontext():
+            self._channel.sweep()
+            with self._channel.first_round(deadline) if self._rounds == 1 else nullcontext():
                 if self._rank:
-                    answer = self._send(channel, message, deadline)
+                    answer = self._send(message, deadline)
                 else:
-                    answer = self._lead(channel, phase, message, decide, deadline)
+                    answer = self._lead(phase, message, decide, deadline)
         except StoreLost as lost:
             raise CheckpointError(lost.message, phase=phase) from lost
         finally:
             with suppress(StoreLost):
-                channel.store.drop(place)
+                self._store.drop(place)
         self.answered = answer is not None
         if answer is None:
             raise fault or CheckpointError(
@@ -157,17 +175,15 @@ class Call:
 
     # On the other ranks.
 
-    def _send(
-        self, channel: CallChannel, message: RankMessage, deadline: Deadline
-    ) -> RankMessage | None:
+    def _send(self, message: RankMessage, deadline: Deadline) -> RankMessage | None:
         """Leave a message and wait for the answer; None if there is none by the deadline."""
-        store, key = channel.store, self._key(self._rank)
+        channel, store, key = self._channel, self._store, self._key(self._rank)
         answer = f"{channel.key}/answer/{self._rank}/{next(channel.numbers)}"
         sent = RoundMessage(self.name, self._number, answer, deadline.left(), message)
         store.put(key, _encode(sent))
         data = None
         try:
-            if self._wait_for(channel, [answer], deadline.left() + SPREAD):
+            if self._wait_for([answer], deadline.left() + SPREAD):
                 data = store.take(answer)
         finally:
             # A message of a later round stays: the coordinator may decide with it all the same.
@@ -185,19 +201,14 @@ class Call:
     # On the coordinator.
 
     def _lead(
-        self,
-        channel: CallChannel,
-        phase: str,
-        message: RankMessage,
-        decide: Decide,
-        deadline: Deadline,
+        self, phase: str, message: RankMessage, decide: Decide, deadline: Deadline
     ) -> RankMessage:
         """Gather the messages of all ranks, decide, and answer them."""
-        store, ranks = channel.store, range(1, self._world)
+        channel, store, ranks = self._channel, self._store, range(1, self._world)
         keys = [self._key(rank) for rank in ranks]
-        while self._wait_for(channel, keys, deadline.left() - min(SPREAD, deadline.seconds / 4)):
+        while self._wait_for(keys, deadline.left() - min(SPREAD, deadline.seconds / 4)):
             sent = [_sent.decode(data) for data in map(store.read, keys) if data is not None]
-            if len(sent) < len(keys) or self._is_refused(channel, sent):
+            if len(sent) < len(keys) or self._is_refused(sent):
                 time.sleep(PAUSE)  # a rank stopped waiting just now, or will
                 continue
             calls = [self.name, *(one.name for one in sent)]
@@ -208,7 +219,7 @@ class Call:
             }
             for rank, key, one in zip(ranks, keys, sent, strict=True):
                 if rank in failed and store.drop(key):
-                    self._reply(store, one, refused[rank], deadline)
+                    self._reply(one, refused[rank], deadline)
             if 0 in failed:
                 return refused[0]
             if not failed:
@@ -221,69 +232,63 @@ class Call:
                 answers = _decided(phase, [message, *(one.message for one in sent)], decide)
                 self._answers = [one.answer for one in sent]
                 for one, answer in zip(sent, answers[1:], strict=True):
-                    self._reply(store, one, answer, deadline)
+                    self._reply(one, answer, deadline)
                 return answers[0]
-        return self._give_up(channel, keys, phase, deadline)
+        return self._give_up(keys, phase, deadline)
 
-    def _reply(
-        self, store: GroupStore, sent: RoundMessage, answer: RankMessage, deadline: Deadline
-    ) -> None:
-        store.put(sent.answer, _encode(RoundAnswer(self._prefix, deadline.left(), answer)))
+    def _reply(self, sent: RoundMessage, answer: RankMessage, deadline: Deadline) -> None:
+        self._store.put(sent.answer, _encode(RoundAnswer(self._prefix, deadline.left(), answer)))
 
-    def _give_up(
-        self, channel: CallChannel, keys: list[str], phase: str, deadline: Deadline
-    ) -> RankMessage:
+    def _give_up(self, keys: list[str], phase: str, deadline: Deadline) -> RankMessage:
         """Ranks are missing at the deadline. The call fails on all of them, also on those that come
         to it later; without a step it may be their next one that they come to."""
-        store = channel.store
+        store = self._store
         late = [rank for rank, key in enumerate(keys, 1) if not store.has(key)]
         text = (
             f"no message in {deadline.seconds:g} s in {self.name} from "
-            f"{self._places(store, late)}: every rank makes this call"
+            f"{self._places(late)}: every rank makes this call"
         )
         fault = CheckpointError(text, rank=late[0] if late else None, phase=phase)
         reason = RankMessage.failure(fault, phase, 0)
         if self._rounds > 1 or self.name.step is not None:
             store.put(self._failed, _encode(reason))
-            channel.stale.append(self._failed)  # until the next call
+            self._channel.stale.append(self._failed)  # until the next call
         for key in keys:
             sent = None if (data := store.read(key)) is None else _sent.decode(data)
             if sent is not None and sent.name == self.name and store.drop(key):
-                self._reply(store, sent, reason, deadline)
+                self._reply(sent, reason, deadline)
         return reason
 
     def drain(self) -> None:
-        """On the coordinator, after the last round: wait, though not for long, until the ranks have
-        read their answers. The store that has them may end with this process."""
-        if self._channel is not None and self._answers:
-            end = time.monotonic() + DRAIN_SECONDS
-            with suppress(StoreLost):
-                while time.monotonic() < end and any(map(self._channel.store.has, self._answers)):
-                    time.sleep(0.0005)
+        end = time.monotonic() + DRAIN_SECONDS
+        with suppress(StoreLost):
+            while time.monotonic() < end and any(map(self._store.has, self._answers)):
+                time.sleep(0.0005)
 
     # Ranks that are missing.
 
-    def _wait_for(self, channel: CallChannel, keys: list[str], seconds: float) -> bool:
+    def _wait_for(self, keys: list[str], seconds: float) -> bool:
         """Whether the keys are there in time. Raises where the call cannot come about any more;
         logs after a while which ranks have not come to its first round."""
-        store, begun = channel.store, time.monotonic()
+        store, begun = self._store, time.monotonic()
         note, note_at, warn_at = f"waiting/{self._rank}", NOTED, WARNED
 
         def look() -> None:
             nonlocal note_at, warn_at
-            self._check_failed(channel)
+            self._check_failed()
             waited = time.monotonic() - begun
             if self._rounds > 1 or waited < min(note_at, warn_at):
                 return
-            missing = self._missing(channel, keys)
+            missing = self._missing(keys)
             if waited >= note_at:
                 note_at *= 2
-                store.put(note, _encode((channel.key, missing)))
+                store.put(note, _encode((self._channel.key, missing)))
             if waited >= warn_at:
                 warn_at *= 2
                 logger.warning(
-                    f"rank {self._rank} has waited {waited:.0f} s in {self.name}{self._subject} "
-                    f"for {self._places(store, missing)}: every rank of the group makes this call"
+                    f"rank {self._rank} has waited {waited:.0f} s in {self.name}"
+                    f"{self._channel.subject} for {self._places(missing)}: every rank of the group "
+                    "makes this call"
                 )
 
         try:
@@ -292,28 +297,28 @@ class Call:
             if note_at > NOTED:
                 store.drop(note)
 
-    def _check_failed(self, channel: CallChannel) -> None:
+    def _check_failed(self) -> None:
         """Raise the reason for which this call cannot come about any more."""
-        for key in (channel.refusal(self._number), self._failed):
-            if (reason := channel.store.read(key)) is not None:
+        for key in (self._channel.refusal(self._number), self._failed):
+            if (reason := self._store.read(key)) is not None:
                 self.answered = True
                 _message.decode(reason).value()
 
-    def _is_refused(self, channel: CallChannel, sent: Iterable[RoundMessage]) -> bool:
+    def _is_refused(self, sent: Iterable[RoundMessage]) -> bool:
         """Whether another rank is at an earlier coordinator of this name, which some rank could not
         make. Raises if this rank is."""
         earlier = {one.number for one in sent if one.number < self._number}
         if any(one.number > self._number for one in sent):
-            self._check_failed(channel)
-        return any(channel.store.has(channel.refusal(number)) for number in earlier)
+            self._check_failed()
+        return any(self._store.has(self._channel.refusal(number)) for number in earlier)
 
-    def _missing(self, channel: CallChannel, keys: list[str]) -> list[int]:
+    def _missing(self, keys: list[str]) -> list[int]:
         """The ranks that have not come. The coordinator finds them, the others read its note.
 
         A rank that waits under a name that this process does not know has another path to the same
         directory, or a wrong one: its message is taken from there.
         """
-        store, missing = channel.store, []
+        channel, store, missing = self._channel, self._store, []
         if self._rank > 0:
             note = store.read("waiting/0")
             where, ranks = ("", []) if note is None else _waiting.decode(note)
@@ -327,31 +332,18 @@ class Call:
         return missing
 
     def at(self, where: str) -> None:
-        """Tell the other ranks what this one is doing, in case it does not finish."""
-        if self._channel is not None:
-            with suppress(StoreLost):  # the next round says so
-                self._channel.store.put(self._place(self._rank), where.encode())
+        with suppress(StoreLost):  # the next round says so
+            self._store.put(self._place(self._rank), where.encode())
 
     def _place(self, rank: int) -> str:
         return f"{self._prefix}/at/{rank}"
 
-    def _places(self, store: GroupStore, ranks: list[int]) -> str:
+    def _places(self, ranks: list[int]) -> str:
         found = []
         for rank in ranks[:8]:
-            where = store.read(self._place(rank))
+            where = self._store.read(self._place(rank))
             found.append(f"rank {rank} ({where.decode() if where else 'has not called it'})")
         return ", ".join(found) + (f" and {len(ranks) - 8} more" if len(ranks) > 8 else "")
-
-    @contextmanager
-    def reporting(self, phase: str, deadline: Deadline) -> Iterator[None]:
-        """Within: this rank works between two rounds. If it fails, the next round of the others
-        raises the reason, and they do not wait for this rank."""
-        try:
-            yield
-        except BaseException as fault:
-            with suppress(RelayError, type(fault)):  # this one is raised
-                self.round(phase, fault, lambda said: said, deadline)
-            raise
 
 
 def _decided(phase: str, messages: list[RankMessage], decide: Decide) -> list[RankMessage]:

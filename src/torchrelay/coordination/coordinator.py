@@ -20,7 +20,7 @@ from typing import Any
 import msgspec
 import xxhash
 
-from torchrelay.coordination.call import Call, CallChannel
+from torchrelay.coordination.call import Call, CallChannel, GroupCall
 from torchrelay.coordination.group_store import GroupStore, StoreLost
 from torchrelay.coordination.groups import check_group, default_group, members_of
 from torchrelay.coordination.messages import CallName, RankMessage
@@ -47,13 +47,13 @@ class Coordinator:
         self.world: int = 1 if group is None else group.size()
         self.members = None if group is None else members_of(group)
         self._alone = group is None
-        self._subject = f" of the {purpose} {name}" if name else ""
         self.channel: CallChannel | None = None  # where several ranks meet
         if self.world > 1:
             store = GroupStore(group.get_group_store(), f"torchrelay/{purpose}/")
             # Counted in the store, which lives as long as the group, unlike a process.
             self._number = store.add(f"made/{self.rank}/{name}", 1)
-            self.channel = _channel(group, store, purpose, name or str(self._number))
+            subject = f" of the {purpose} {name}" if name else ""
+            self.channel = _channel(group, store, purpose, name or str(self._number), subject)
 
     @classmethod
     def of(cls, group: Any, purpose: str, name: str = "") -> Coordinator:
@@ -67,9 +67,10 @@ class Coordinator:
 
     def call(self, verb: str, step: int | None = None) -> Call:
         """A call of all ranks; `step` for calls that each rank makes in ascending order."""
-        number = 0 if self.channel is None else self._number
         name = CallName(verb, step)
-        return Call(name, self.rank, self.world, self._subject, self.channel, number)
+        if self.channel is None:
+            return Call(name)
+        return GroupCall(name, self.rank, self.world, self.channel, self._number)
 
     def measured(
         self, operation: str, step: int | None = None, *, background: bool = False
@@ -95,9 +96,9 @@ class Coordinator:
             raise
 
 
-def _channel(group: Any, store: GroupStore, purpose: str, name: str) -> CallChannel:
+def _channel(group: Any, store: GroupStore, purpose: str, name: str, subject: str) -> CallChannel:
     """One for each name in this process: its calls take turns there."""
     key = xxhash.xxh64_hexdigest(name.encode("utf-8", "surrogatepass"))
     with _lock:
         known = _channels.setdefault(group, {}).setdefault(purpose, {})
-        return known.setdefault(key, CallChannel(store, key, known))
+        return known.setdefault(key, CallChannel(store, key, known, subject))

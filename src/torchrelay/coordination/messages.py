@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple, TypeVar
+from typing import NamedTuple, TypeVar
 
 import msgspec
 
@@ -53,13 +53,10 @@ class RankMessage(msgspec.Struct, array_like=True):
         """The data; raises the failure."""
         if not self.kind:
             return self.data
-        kind: Any = _KINDS.get(self.kind, CheckpointError)
-        known = set(_CONTEXT)
-        if not issubclass(kind, errors.DamagedError):
-            known.discard("offset")
-        if not issubclass(kind, CheckpointError):
-            known.discard("file")
-        raise kind(self.text, **{name: self.context.get(name) for name in known})
+        fault = _KINDS.get(self.kind, CheckpointError)(self.text)
+        for name in self.context.keys() & vars(fault).keys() & set(_CONTEXT):
+            setattr(fault, name, self.context[name])
+        raise fault
 
 
 class CallName(NamedTuple):

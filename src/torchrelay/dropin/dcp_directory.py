@@ -28,16 +28,17 @@ from torchrelay.errors import (
     UnsupportedLeafError,
 )
 from torchrelay.inspection.numbers import memory_of
-from torchrelay.inspection.seam import Contents, PlainValue, VolumeFacts
+from torchrelay.inspection.seam import Contents, PlainValue
 from torchrelay.inspection.step_source import shown
 from torchrelay.plan.stored import Shard, StoredTensor
 from torchrelay.progress import Bar, ProgressCallback
+from torchrelay.record.schema import VolumeRecord
 from torchrelay.state.local_parts import cut
 from torchrelay.state.tensors import dtype_named
+from torchrelay.stores.shares.layout import rank_of
 
 _MAX_METADATA = 1 << 30
 _GLOBAL = re.compile(r"GLOBAL (\S+) was not an allowed global")
-_RANKED = re.compile(r"__(\d+)_\d+\.distcp")
 
 
 class StockDirectory:
@@ -153,15 +154,13 @@ class StockDirectory:
         except OSError as fault:
             raise CheckpointError(f"could not be read: {fault}", file=self.name) from fault
         volumes = tuple(self._volume(*box) for box in self._boxes)
-        ranks = len({volume.rank for volume in volumes}) or 1
+        ranks = len({rank_of(volume.name) for volume in volumes}) or 1
         values = tuple(value for one in objects for value in _values(*one))
         return Contents(None, ranks, tensors, volumes, values)
 
-    def _volume(self, tensor: StoredTensor, shard: Shard) -> VolumeFacts:
-        file = self._pieces[shard.file].file
-        match = _RANKED.fullmatch(file)
+    def _volume(self, tensor: StoredTensor, shard: Shard) -> VolumeRecord:
         nbytes = math.prod(shard.sizes) * dtype_named(tensor.dtype).itemsize
-        return VolumeFacts(file, nbytes, int(match[1]) if match else None)
+        return VolumeRecord(self._pieces[shard.file].file, nbytes)
 
     def read_into(self, volume: int, start: int, view: memoryview) -> None:
         if self._held is None or self._held[0] != volume:

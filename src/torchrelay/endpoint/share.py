@@ -6,8 +6,7 @@ import secrets
 from contextlib import suppress
 from typing import Any
 
-import torch.distributed as dist
-
+from torchrelay.coordination.group_store import StoreLost
 from torchrelay.deadlines import Timeout
 from torchrelay.endpoint.front import Endpoint, serve
 from torchrelay.pending import Pending
@@ -41,7 +40,7 @@ class SharedState:
 
     def close(self) -> None:
         """Stop sharing, and free the memory."""
-        with suppress(dist.DistError):  # the store may be gone with its process
+        with suppress(StoreLost):  # the store may be gone with its process
             self._notes.remove(self._rank)
         self._endpoint.close()
 

@@ -15,8 +15,9 @@ from torchrelay.inspection.slabs import slabs
 from torchrelay.record.dtypes import itemsize
 
 if TYPE_CHECKING:
-    from torchrelay.inspection.seam import Contents, StateReader, VolumeFacts
+    from torchrelay.inspection.seam import Contents, StateReader
     from torchrelay.plan.stored import StoredTensor
+    from torchrelay.record.schema import VolumeRecord
 
 
 @dataclass(frozen=True)
@@ -179,7 +180,7 @@ class _ChunkDiff(NamedTuple):
         return int(shared[differs].sum()), int(shared[whole].sum())
 
 
-def _differing(one: VolumeFacts | None, other: VolumeFacts) -> _ChunkDiff | None:
+def _differing(one: VolumeRecord | None, other: VolumeRecord) -> _ChunkDiff | None:
     """None where the digests cannot be compared."""
     if one is None or not one.digests or len(one.digests) != len(other.digests):
         return None

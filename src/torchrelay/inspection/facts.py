@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from torchrelay.arguments import matches
 from torchrelay.record.dtypes import itemsize
+from torchrelay.stores.shares.layout import rank_of
 
 if TYPE_CHECKING:
     from torchrelay.inspection.seam import Contents
@@ -54,7 +55,7 @@ def tensor_facts(contents: Contents, tensor: StoredTensor) -> dict[str, Any]:
         "bytes": nbytes_of(tensor),
         "shards": [
             {
-                "rank": contents.volumes[shard.file].rank,
+                "rank": rank_of(contents.volumes[shard.file].name),
                 "offsets": list(shard.offsets),
                 "sizes": list(shard.sizes),
                 "file": contents.volumes[shard.file].name,

@@ -15,11 +15,12 @@ import msgspec
 
 from torchrelay.errors import CheckpointError, DamagedError, ManifestError, UsageError
 from torchrelay.inspection.numbers import memory_of
-from torchrelay.inspection.seam import Contents, OpenedState, VolumeFacts
+from torchrelay.inspection.seam import Contents, OpenedState
 from torchrelay.inspection.slabs import slabs
 from torchrelay.plan.stored import Shard, StoredTensor
 from torchrelay.progress import Progress, ProgressCallback
 from torchrelay.record.dtypes import itemsize
+from torchrelay.record.schema import VolumeRecord
 from torchrelay.stores.local.files import atomic_file, through
 from torchrelay.stores.safetensors import DTYPES, METADATA
 from torchrelay.stores.shares.layout import Entry, arrange
@@ -59,7 +60,7 @@ class SafetensorsSource:
         except BaseException:
             self.close()
             raise
-        self.contents = Contents(None, 1, tensors, (VolumeFacts(Path(path).name, size),))
+        self.contents = Contents(None, 1, tensors, (VolumeRecord(Path(path).name, size),))
 
     def read_into(self, volume: int, start: int, view: memoryview) -> None:
         if not through(os.preadv, self._file.fileno(), [view], start):

@@ -11,17 +11,7 @@ from typing import NamedTuple, Protocol
 
 from torchrelay.plan.stored import StoredTensor
 from torchrelay.progress import ProgressCallback
-
-
-class VolumeFacts(NamedTuple):
-    """A run of bytes that holds boxes of tensors: the rank it comes from and the digests of its
-    chunks, where they are known."""
-
-    name: str
-    nbytes: int
-    rank: int | None = None
-    chunk_bytes: int = 0
-    digests: bytes = b""
+from torchrelay.record.schema import VolumeRecord
 
 
 class PlainValue(NamedTuple):
@@ -45,7 +35,7 @@ class Contents(NamedTuple):
     step: int | None
     ranks: int
     tensors: Sequence[StoredTensor]
-    volumes: Sequence[VolumeFacts]
+    volumes: Sequence[VolumeRecord]
     values: tuple[PlainValue, ...] = ()
     aliases: tuple[Alias, ...] = ()
     time: str | None = None

@@ -9,10 +9,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from itertools import product
 from math import prod
+from operator import mul
 from typing import TYPE_CHECKING
 
 import numpy as np
 
+from torchrelay.geometry.boxes import Box, shared, within
+from torchrelay.geometry.strides import contiguous_strides
 from torchrelay.inspection.numbers import Array, memory_of
 from torchrelay.record.dtypes import itemsize
 
@@ -40,32 +43,23 @@ def slabs(
             height = min(rows, shape[depth] - low)
             nbytes = height * tail[depth] * item
             if skip < nbytes:
-                slab = np.empty((height, *shape[depth + 1 :]), f"V{item}")
+                offsets = (*fixed, low, *(0,) * (len(shape) - depth - 1))
+                sizes = (*(1,) * depth, height, *shape[depth + 1 :])
+                slab = np.empty(sizes, f"V{item}")
                 for shard in tensor.shards:
-                    _fill(source, slab, (*fixed, low), shard)
+                    _fill(source, slab, (offsets, sizes), shard)
                 yield slab.reshape(-1).view("uint8")[skip:]
             skip = max(0, skip - nbytes)
 
 
-def _fill(source: StateReader, slab: Array, start: tuple[int, ...], shard: Shard) -> None:
-    """Read what a box has of a slab, which begins at these indices, into its place there."""
-    *fixed, first_row = start
-    depth = len(fixed)
-    offsets, sizes = shard.offsets or (0,), shard.sizes or (1,)
-    inside = [at - offset for at, offset in zip(fixed, offsets, strict=False)]
-    if any(not 0 <= at < size for at, size in zip(inside, sizes, strict=False)):
+def _fill(source: StateReader, slab: Array, place: Box, shard: Shard) -> None:
+    """Read what a box has of a slab, which is `place` of the tensor, into its place there."""
+    box = (shard.offsets or (0,), shard.sizes or (1,))
+    both = shared(place, box)
+    if both is None:
         return
-    low = max(first_row, offsets[depth])
-    high = min(first_row + len(slab), offsets[depth] + sizes[depth])
-    if low >= high or 0 in sizes:
-        return
-    first = 0
-    for at, size in zip((*inside, low - offsets[depth]), sizes, strict=False):
-        first = first * size + at
-    first *= prod(sizes[depth + 1 :])
-    box = np.empty((high - low, *sizes[depth + 1 :]), slab.dtype)
-    source.read_into(shard.file, shard.start + first * slab.itemsize, memory_of(box))
-    rest = zip(offsets[depth + 1 :], sizes[depth + 1 :], strict=True)
-    place = [slice(offset, offset + size) for offset, size in rest]
-    place.insert(0, slice(low - first_row, high - first_row))
-    slab[tuple(place)] = box
+    first = sum(map(mul, within(both, box), contiguous_strides(box[1])))
+    part = np.empty(both[1], slab.dtype)
+    source.read_into(shard.file, shard.start + first * slab.itemsize, memory_of(part))
+    inside = zip(within(both, place), both[1], strict=True)
+    slab[tuple(slice(at, at + size) for at, size in inside)] = part

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
 
-from torchrelay.inspection.seam import Alias, Contents, PlainValue, VolumeFacts
+from torchrelay.inspection.seam import Alias, Contents, PlainValue
 from torchrelay.plan.selection import Texts
 from torchrelay.progress import Bar, ProgressCallback
 from torchrelay.record import manifest as m
@@ -17,21 +16,9 @@ from torchrelay.sources.seam import Opened
 from torchrelay.state.paths import slots
 from torchrelay.stores.reading.chunks import Task, check_chunks, read_chunks
 from torchrelay.stores.safetensors import tensors_of
-from torchrelay.stores.shares.layout import rank_of
 
 WINDOWS_BYTES = 64 << 20  # kept of chunks, which tensors share
 LONGEST = 80  # characters of a value that are shown
-
-
-class _Window(NamedTuple):
-    """Bytes of a volume that were read and checked, from one of them on."""
-
-    start: int
-    data: memoryview
-
-    @property
-    def stop(self) -> int:
-        return self.start + self.data.nbytes
 
 
 class StepSource:
@@ -42,7 +29,8 @@ class StepSource:
         self.name = name
         self._held = held
         self._ended = ended
-        self._windows: dict[int, _Window] = {}  # one of a volume, what was used last at the end
+        # By volume, the newest at the end: where the bytes that were checked last begin, and they.
+        self._windows: dict[int, tuple[int, memoryview]] = {}
         try:
             self.contents = contents_of(held.record)
         except BaseException:
@@ -51,19 +39,19 @@ class StepSource:
 
     def read_into(self, volume: int, start: int, view: memoryview) -> None:
         """See `StateReader`. The chunks that have these bytes are read whole and checked."""
-        window = self._windows.pop(volume, None)
-        if window is None or not window.start <= start <= start + view.nbytes <= window.stop:
+        first, data = self._windows.pop(volume, (0, memoryview(b"")))
+        if not first <= start <= start + view.nbytes <= first + data.nbytes:
             record = self._held.record
             file = record.volumes[volume]
             first = start // file.chunk_bytes * file.chunk_bytes
             last = -(-(start + view.nbytes) // file.chunk_bytes) * file.chunk_bytes
             task = Task(volume, first, min(last, file.nbytes))
-            window = _Window(first, read_chunks(self._held.files, record, task))
-        self._windows[volume] = window
-        kept = sum(one.data.nbytes for one in self._windows.values())
+            data = read_chunks(self._held.files, record, task)
+        self._windows[volume] = first, data
+        kept = sum(one.nbytes for _, one in self._windows.values())
         while kept > WINDOWS_BYTES and len(self._windows) > 1:
-            kept -= self._windows.pop(next(iter(self._windows))).data.nbytes
-        view[:] = window.data[start - window.start : start - window.start + view.nbytes]
+            kept -= self._windows.pop(next(iter(self._windows)))[1].nbytes
+        view[:] = data[start - first : start - first + view.nbytes]
 
     def verify(self, progress: ProgressCallback) -> str:
         record = self._held.record
@@ -102,10 +90,7 @@ def contents_of(record: Record) -> Contents:
         record.step,
         len(record.ranks),
         tuple(tensors),
-        tuple(
-            VolumeFacts(file.name, file.nbytes, rank_of(file.name), file.chunk_bytes, file.digests)
-            for file in record.volumes
-        ),
+        record.volumes,
         tuple(found_values),
         tuple(aliases),
         record.saved.time,

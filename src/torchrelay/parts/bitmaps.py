@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from math import gcd
 from typing import Any
 
 import numpy as np
@@ -23,8 +24,6 @@ Positions = NDArray[np.int64]
 
 _BLOCK = 1 << 16  # elements compared at once: the result stays in a core's cache
 _ONES = np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1).sum(axis=1, dtype=np.uint8)
-_SPREAD = 8  # how many times a run's own bits are unpacked, at most, to reach all of its rows
-
 
 # Numbers are moved and compared as integers: a NaN is equal to itself, and zeros have signs.
 _DTYPES: dict[int, np.dtype[Any]] = {
@@ -187,24 +186,17 @@ def gather(bits: Bits, first: int, each: int, step: int = 0, count: int = 1) -> 
     `bits`."""
     if count == 1 or step == each:
         return _from(bits, first, each * count)
-    if step % 8 == 0:  # rows begin at the same bit of a byte
-        skip = first % 8
-        width = -(-(skip + each) // 8)
-        origin = bits[first // 8 :]
-        rows = as_strided(origin, (count, width), (step // 8, 1), writeable=False)
-        if skip == each % 8 == 0:
-            return ChangedElements(rows.reshape(-1), each * count)
-        found = np.unpackbits(rows, axis=1, bitorder="little")[:, skip : skip + each]
-        return ChangedElements.of(np.ascontiguousarray(found).view(np.bool_).reshape(-1))
-    if step <= _SPREAD * each:
-        span = _unpacked(bits, first, (count - 1) * step + each)
-        strides = (step, 1)
-        return ChangedElements.of(
-            as_strided(span, (count, each), strides, writeable=False).reshape(-1)
-        )
-    at = (first + step * np.arange(count)[:, None] + np.arange(each)).reshape(-1)
-    one_bit: Mask = (bits[at >> 3] >> (at & 7).astype(np.uint8) & 1).view(np.bool_)
-    return ChangedElements.of(one_bit)
+    if first % 8 == each % 8 == step % 8 == 0:  # whole bytes
+        rows = as_strided(bits[first // 8 :], (count, each // 8), (step // 8, 1), writeable=False)
+        return ChangedElements(rows.reshape(-1), each * count)
+    found = np.empty((count, each), np.bool_)
+    turns = 8 // gcd(step, 8)  # rows so far apart begin at the same bit of a byte
+    for turn in range(min(turns, count)):
+        byte, skip = divmod(first + turn * step, 8)
+        shape = (-(-(count - turn) // turns), -(-(skip + each) // 8))
+        rows = as_strided(bits[byte:], shape, (turns * step // 8, 1), writeable=False)
+        found[turn::turns] = np.unpackbits(rows, axis=1, bitorder="little")[:, skip : skip + each]
+    return ChangedElements.of(found.reshape(-1))
 
 
 def _from(bits: Bits, first: int, count: int) -> ChangedElements:

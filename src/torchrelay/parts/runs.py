@@ -7,7 +7,7 @@ ends work out from the runs alone where each byte of a volume is in the packed b
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
@@ -23,6 +23,8 @@ from torchrelay.geometry.strides import contiguous_strides
 from torchrelay.record.schema import pack_column, unpack_column
 
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]
+# A box of a row-major array: the byte at which that begins, its itemsize and shape; offsets, sizes.
+PartBox = tuple[int, int, Sequence[int], Sequence[int], Sequence[int]]
 
 PART_BYTES = 2 << 20  # of a part chunk: for as many bytes a reader has a limited time
 MAX_RUNS = 1 << 16  # in one request
@@ -231,47 +233,37 @@ def decode_request(body: bytes) -> PartsRequest:
     return found
 
 
-class RunsBuilder:
-    """Collects what is wanted of one volume."""
+def runs_of(boxes: Iterable[PartBox], nbytes: int) -> PartRuns:
+    """The runs of boxes in a volume of `nbytes`, in the order in which they are packed: by itemsize
+    and start, so that a part chunk has as many bytes as it may. Runs that touch are one."""
+    rows = {row for box in boxes for row in _rows_of(*box)}
+    found = _joined(np.array(sorted(rows), np.int64).reshape(-1, 5))
+    if found.total <= nbytes:
+        return found
+    # Boxes that overlap each other: the whole of what they span is less.
+    low, high = int(found.starts.min()), int(found.ends.max())
+    return PartRuns(*(np.array([x]) for x in (low, high - low, high - low, 1, 1)))
 
-    def __init__(self) -> None:
-        self._rows: dict[tuple[int, int, int, int, int], None] = {}  # in order, each once
 
-    def add(
-        self,
-        start: int,
-        itemsize: int,
-        shape: Sequence[int],
-        offsets: Sequence[int],
-        sizes: Sequence[int],
-    ) -> None:
-        """A box of a row-major array of `shape` that begins at byte `start`."""
-        if not prod(sizes):
-            return
-        strides = [itemsize * stride for stride in contiguous_strides(tuple(shape))]
-        start += sum(offset * stride for offset, stride in zip(offsets, strides, strict=True))
-        # Dimensions from the inside, as long as the elements lie next to each other.
-        dim, nbytes = len(sizes), itemsize
-        while dim and (sizes[dim - 1] == 1 or strides[dim - 1] == nbytes):
-            dim -= 1
-            nbytes *= sizes[dim]
-        outer = [(sizes[d], strides[d]) for d in range(dim) if sizes[d] > 1]
-        count, stride = outer.pop() if outer else (1, nbytes)
-        while outer and outer[-1][1] == count * stride:
-            count *= outer.pop()[0]
-        for index in np.ndindex(*(size for size, _ in outer)):
-            skip = sum(i * step for i, (_, step) in zip(index, outer, strict=True))
-            self._rows[itemsize, start + skip, nbytes, stride, count] = None
-
-    def runs(self, nbytes: int) -> PartRuns:
-        """The runs of a volume of `nbytes`, in the order in which they are packed: by itemsize and
-        start, so that a part chunk has as many bytes as it may. Runs that touch are one."""
-        found = _joined(np.array(sorted(self._rows), np.int64).reshape(-1, 5))
-        if found.total <= nbytes:
-            return found
-        # Boxes that overlap each other: the whole of what they span is less.
-        low, high = int(found.starts.min()), int(found.ends.max())
-        return PartRuns(*(np.array([x]) for x in (low, high - low, high - low, 1, 1)))
+def _rows_of(
+    start: int, itemsize: int, shape: Sequence[int], offsets: Sequence[int], sizes: Sequence[int]
+) -> Iterator[tuple[int, int, int, int, int]]:
+    if not prod(sizes):
+        return
+    strides = [itemsize * stride for stride in contiguous_strides(tuple(shape))]
+    start += sum(offset * stride for offset, stride in zip(offsets, strides, strict=True))
+    # Dimensions from the inside, as long as the elements lie next to each other.
+    dim, nbytes = len(sizes), itemsize
+    while dim and (sizes[dim - 1] == 1 or strides[dim - 1] == nbytes):
+        dim -= 1
+        nbytes *= sizes[dim]
+    outer = [(sizes[d], strides[d]) for d in range(dim) if sizes[d] > 1]
+    count, stride = outer.pop() if outer else (1, nbytes)
+    while outer and outer[-1][1] == count * stride:
+        count *= outer.pop()[0]
+    for index in np.ndindex(*(size for size, _ in outer)):
+        skip = sum(i * step for i, (_, step) in zip(index, outer, strict=True))
+        yield itemsize, start + skip, nbytes, stride, count
 
 
 def _joined(rows: np.ndarray[Any, np.dtype[np.int64]]) -> PartRuns:

@@ -1,8 +1,8 @@
 """HTTP requests to one server: bounded answers, bytes straight into memory, an end to every wait.
 
 The standard library's client bounds the length of headers but not the time: a server may trickle.
-Here each read has the time that its request has left, in the kernel. So no thread cuts connections,
-and a child of a fork has the same deadlines.
+Here each read has the time that its request has left. So no thread cuts connections, and a child of
+a fork has the same deadlines.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ import math
 import select
 import socket
 import ssl
-import struct
 import sys
 import threading
 import time
@@ -35,7 +34,6 @@ ANSWER_BYTES = 1 << 20  # of an answer that is neither a record nor a volume
 RECORD_BYTES = 256 << 20
 AGENT = f"torchrelay/{__version__}"
 _OTHER_NAMES = (62, 64)  # X509_V_ERR_HOSTNAME_MISMATCH, X509_V_ERR_IP_ADDRESS_MISMATCH
-_TIMEVAL = struct.Struct("ll")
 
 
 class Reply(NamedTuple):
@@ -296,9 +294,7 @@ class HostConnection:
         """Fill a view from the body; yields its parts as they have come. `TimeoutError` for a body
         that trickles."""
         while len(view):
-            # WAKE_BYTES behind the piece wake a reader; none are behind the last one.
-            some = self.left - WAKE_BYTES if self.left > WAKE_BYTES else self.left
-            piece = view[: min(READ_BYTES, some)]
+            piece = view[:READ_BYTES]
             limit = min(self.end, time.monotonic() + STALL_SECONDS + len(piece) / SLOW_RATE)
             while len(piece):
                 done = self._some(piece, limit)
@@ -309,28 +305,20 @@ class HostConnection:
                 yield part
 
     def _some(self, view: memoryview, end: float) -> int:
-        """Bytes that have come to a view. One call waits in the kernel for all of a large view: a
-        reader that is woken for every packet takes twice as long."""
+        """Bytes that have come to a view."""
         if self._ahead:
             done = min(len(self._ahead), len(view))
             view[:done] = self._ahead[:done]
             del self._ahead[:done]
             return done
-        if isinstance(self._sock, ssl.SSLSocket) or sys.platform != "linux":
-            self._sock.settimeout(_left(end))
-            return self._sock.recv_into(view)
-        self._wake_at(max(1, min(WAKE_BYTES, self.left - len(view))))
-        seconds, part = divmod(_left(end), 1)
-        limit = _TIMEVAL.pack(int(seconds), int(1e6 * part))
-        self._sock.settimeout(None)
-        self._sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
-        try:
-            return self._sock.recv_into(view, 0, socket.MSG_WAITALL)
-        except BlockingIOError:
-            raise TimeoutError("the time is over") from None
+        if not isinstance(self._sock, ssl.SSLSocket):
+            self._wake_at(min(WAKE_BYTES, len(view)))
+        self._sock.settimeout(_left(end))
+        return self._sock.recv_into(view)
 
     def _wake_at(self, nbytes: int) -> None:
-        """Have the kernel wake a reader when that many bytes have come."""
+        """Have the kernel wake a reader when that many bytes have come: one that is woken for every
+        packet takes twice as long."""
         if self._wakes != nbytes and sys.platform == "linux":
             self._sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, nbytes)
             self._wakes = nbytes

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -28,8 +28,8 @@ from torchrelay.sources.lent_memory import (
     ASK_SECONDS,
     DeviceLease,
     DeviceLeaseRequest,
-    LeaseConnection,
     LocalFacts,
+    borrow,
 )
 from torchrelay.sources.remote_step import RemoteStep
 from torchrelay.stores.seam import DataReader, DeviceRun
@@ -55,25 +55,25 @@ class _LentVolume(NamedTuple):
     chunk_bytes: int
 
 
-class LentDevice(LeaseConnection[DeviceLease]):
-    """Memory of a GPU that one server lends."""
+class LentDevice:
+    """Memory of a GPU that one server lends, until `close`."""
 
     def __init__(self, facts: LocalFacts, request: DeviceLeaseRequest, seconds: float) -> None:
-        self._opened: Opening | None = None
-        super().__init__(facts, request, DeviceLease, seconds)
-
-    def _open(self) -> None:
-        export = self.lease.export
-        if export is None:
-            raise OSError("the server lends no memory of a GPU")
-        try:
-            self._opened = opened = open_export(Export(export.id, export.device, export.handle))
-        except IpcError as fault:
-            raise OSError(str(fault)) from None
-        self.device, self.address = opened.device, opened.pointer
-        room = min(export.nbytes, opened.nbytes)
-        if any(start + nbytes > room for start, nbytes in self.lease.volumes.values()):
-            raise OSError("a volume reaches out of the memory")
+        with ExitStack() as resources:
+            self._line, self.lease = borrow(facts, request, DeviceLease, resources, seconds)
+            export = self.lease.export
+            if export is None:
+                raise OSError("the server lends no memory of a GPU")
+            try:
+                opened = open_export(Export(export.id, export.device, export.handle))
+            except IpcError as fault:
+                raise OSError(str(fault)) from None
+            resources.callback(_close, opened)
+            self.device, self.address = opened.device, opened.pointer
+            room = min(export.nbytes, opened.nbytes)
+            if any(start + nbytes > room for start, nbytes in self.lease.volumes.values()):
+                raise OSError("a volume reaches out of the memory")
+            self.close = resources.pop_all().close
 
     @property
     def holds(self) -> bool:
@@ -93,11 +93,10 @@ class LentDevice(LeaseConnection[DeviceLease]):
             if digests != recorded[one.name]:
                 raise DamagedError(f"{one.name} in memory of a GPU is not what was published")
 
-    def close(self) -> None:
-        if self._opened is not None:
-            with suppress(RuntimeError):  # of a CUDA context that is lost
-                close_opening(self._opened)
-        super().close()
+
+def _close(opened: Opening) -> None:
+    with suppress(RuntimeError):  # of a CUDA context that is lost
+        close_opening(opened)
 
 
 class DeviceLentStep:
@@ -195,16 +194,17 @@ class DeviceSource:
 
     def wait(self, newer_than: int, deadline: Deadline) -> list[int]:
         """As `EndpointSource.wait`: a step that is on a GPU only counts, too."""
-        seconds = 0.0  # the first look may have to find out where the server lends memory
+        request, seconds = DeviceLeaseRequest(), 0.0  # waits for a step that is being published
         while deadline.early() > 2 * _MARGIN:
             begun = time.monotonic()
-            request = DeviceLeaseRequest(newer_than=newer_than, wait_ms=int(1000 * seconds))
             lent = self._ask(request, deadline, seconds)
-            if lent is not None:
+            if lent is not None and lent.lease.step > newer_than:
                 return [lent.lease.step]
             if seconds and time.monotonic() - begun < seconds - _MARGIN:
                 break  # a newer step is in host memory, or the server lends nothing
             seconds = min(deadline.early() - _MARGIN, POLL_SECONDS)
+            request = DeviceLeaseRequest(newer_than=newer_than, wait_ms=int(1000 * seconds))
+        self._give_back()
         return self.endpoint.wait(newer_than, deadline)
 
     def take(self) -> LentDevice | None:

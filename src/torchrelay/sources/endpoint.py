@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import secrets
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from copy import copy
 from dataclasses import replace
 from functools import partial
+from itertools import chain
 from typing import Annotated, TypeVar
 
 import msgspec
@@ -40,7 +42,7 @@ from torchrelay.steps import MAX_STEP
 ASK_SECONDS = 20.0  # that a server may take to answer a small request
 KEEPER_SECONDS = 5.0  # that a keeper may take: it may be gone with its host
 POLL_SECONDS = 30.0  # that one request waits for a newer step,
-SHORT_POLL = 1.0  # and where another server did not answer and is asked again
+SHORT_POLL = 0.5  # and where another server did not answer and is asked again
 END_SECONDS = 1.0  # to tell all servers that a read is over
 MAX_URLS, MAX_KEEPERS = 64, 4096
 _AT_ONCE = 16
@@ -121,7 +123,6 @@ class EndpointSource:
     def _begin_again(self) -> None:
         self.failed: dict[str, str] = {}
         self.instead: dict[str, str] = {}
-        self._refused = False  # whether all that failed did so for good
         self._listed: dict[int, Holders] = {}
         self._opened: list[RemoteStep] = []
         self.helpers: Iterable[Supplier] = ()  # other pullers that give parts of a step
@@ -156,28 +157,29 @@ class EndpointSource:
         return self._list(deadline, "", 0.0)
 
     def wait(self, newer_than: int, deadline: Deadline) -> list[int]:
-        """The same, once there is a step above `newer_than`, or when the time is over. Servers that
-        cannot be reached are asked again until then."""
-        # The first look is short: it finds out whether one of several cannot be reached.
-        brief = len(self.hosts) > 1
+        """The same, once there is a step above `newer_than` (-1: any), or when the time is over.
+        Servers that cannot be reached are asked again until then."""
+        # The first look finds what is there, also where one of several cannot be reached.
+        query, wait = "", 0.0
         while True:
             begun = time.monotonic()
-            poll = SHORT_POLL if self.failed or brief else POLL_SECONDS
-            brief = False
-            wait = min(max(deadline.early() - _MARGIN, _MARGIN), poll)
             self.failed.clear()
             found: list[int] = []
             try:
-                query = f"?newer_than={newer_than}&wait_ms={1000 * wait:.0f}"
                 found = self._list(deadline, query, wait)
-            except RelayError:
-                if self._refused or deadline.early() < 2 * _MARGIN:
+            except RelayError as fault:
+                refused = all(host.url in self.failed for host in self.hosts)
+                for_good = refused and isinstance(fault, EndpointError)
+                if for_good or deadline.early() < 2 * _MARGIN:
                     raise
             if any(step > newer_than for step in found) or deadline.early() < 2 * _MARGIN:
                 return found
             if self.failed or not found:
                 pause = SHORT_POLL - (time.monotonic() - begun)
                 time.sleep(max(0.0, min(pause, deadline.early())))
+            poll = SHORT_POLL if self.failed else POLL_SECONDS
+            wait = min(max(deadline.early() - _MARGIN, _MARGIN), poll)
+            query = f"?newer_than={newer_than}&wait_ms={1000 * wait:.0f}" if newer_than >= 0 else ""
 
     def _list(self, deadline: Deadline, query: str, wait: float) -> list[int]:
         hosts = [host for host in self.hosts if host.url not in self.failed]
@@ -229,11 +231,11 @@ class EndpointSource:
 
     def _nobody(self, deadline: Deadline) -> RelayError:
         reasons = "; ".join(f"{url}: {why}" for url, why in self.failed.items())
-        self._refused = all("does not answer: " not in why for why in self.failed.values())
-        if deadline.passed and not self._refused:
+        refused = all("does not answer: " not in why for why in self.failed.values())
+        if deadline.passed and not refused:
             text = f"no endpoint could be read in {deadline.seconds:g} s: {reasons}"
             return TransferTimeoutError(text, phase="open")
-        kind = EndpointError if self._refused else PeerLostError
+        kind = EndpointError if refused else PeerLostError
         return kind(f"no endpoint can be read: {reasons}", phase="open")
 
     # One step.
@@ -265,11 +267,11 @@ class EndpointSource:
         if found is None:
             raise self._nobody(deadline)
         data, record = found
-        suppliers = self._suppliers(holders, record, snapshot, deadline)
+        suppliers = self._suppliers_of(holders, record, snapshot, deadline)
         self._map(suppliers, record, snapshot)
-        what = (self.name, data, record, snapshot, suppliers, deadline)
-        self._opened.append(RemoteStep(*what, verify=self._verify))
-        return self._opened[-1]
+        opened = RemoteStep(self.name, data, record, snapshot, suppliers, verify=self._verify)
+        self._opened.append(opened)
+        return opened
 
     def digests_of(self, step: int) -> tuple[str, str]:
         """The snapshot and the state of a step that was listed last, as most of the servers have
@@ -279,7 +281,7 @@ class EndpointSource:
         states = (facts.state for _, facts in most if facts.state)
         return (most[0][1].snapshot, next(states, "")) if most else ("", "")
 
-    def _suppliers(
+    def _suppliers_of(
         self, holders: Holders, record: Record, snapshot: str, deadline: Deadline
     ) -> Suppliers:
         """Each volume is at servers that list it, or at the ranks that an endpoint names."""
@@ -337,9 +339,7 @@ class EndpointSource:
         connections to the servers that were named are kept, for a `renewed` source."""
         hosts = {host.url: host for host in self.hosts if host.url not in self.failed}
         for step in self._opened:
-            for one in step.suppliers.all:
-                if not one.dropped:
-                    hosts[one.name] = one.host
+            hosts |= {one.name: one.host for one in step.suppliers.all if not one.dropped}
         mapped = nbytes if self.mapped else 0
         end = time.monotonic() + END_SECONDS
 
@@ -357,19 +357,20 @@ class EndpointSource:
     @property
     def supplied(self) -> dict[str, int]:
         """Bytes that came from each URL."""
-        found = {one.name: one.bytes for one in self.helpers if one.bytes}
-        for step in self._opened:
-            for url, nbytes in step.suppliers.bytes.items():
-                found[url] = found.get(url, 0) + nbytes
-        return found
+        found = Counter[str]()
+        for one in self._suppliers:
+            found[one.name] += one.bytes
+        return dict(+found)
 
     @property
     def faulty(self) -> dict[str, str]:
         """Why URLs were left out or dropped."""
-        found = dict(self.failed)
-        for step in self._opened:
-            found.update(step.suppliers.faulty)
-        return found | {one.name: one.dropped for one in self.helpers if one.dropped}
+        return self.failed | {one.name: one.why for one in self._suppliers if one.why}
+
+    @property
+    def _suppliers(self) -> list[Supplier]:
+        steps = (step.suppliers.all for step in self._opened)
+        return [*chain.from_iterable(steps), *self.helpers]
 
     def reported(
         self,

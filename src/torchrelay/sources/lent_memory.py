@@ -12,10 +12,9 @@ import fcntl
 import os
 import socket
 import threading
-from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
-from typing import Annotated, Generic, TypeVar
+from contextlib import ExitStack, suppress
+from typing import Annotated, TypeVar
 
 import msgspec
 
@@ -102,74 +101,58 @@ class LocalFacts(msgspec.Struct):
     socket: str
 
 
-class LeaseConnection(ABC, Generic[Lease]):
-    """Memory that a server of this machine lends, until `close`. `OSError` where it lends none."""
-
-    def __init__(
-        self,
-        facts: LocalFacts,
-        request: LeaseRequest | DeviceLeaseRequest,
-        kind: type[Lease],
-        seconds: float = ASK_SECONDS,
-    ) -> None:
-        if not facts.socket:
-            raise OSError("the server lends no memory")
-        if facts.machine != machine() or not facts.machine:
-            raise OSError("the server is on another machine")
-        self._line = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        try:
-            self._line.settimeout(seconds)
-            self._line.connect(f"\0{facts.socket}")
-            with suppress(BrokenPipeError):  # it may refuse, and say why, before it is asked
-                send_frame(self._line, msgspec.msgpack.encode(request))
-            answer = receive_frame(self._line, LEASE_BYTES)
-            self.lease: Lease = msgspec.msgpack.decode(answer, type=kind)
-            if self.lease.why:
-                raise OSError(self.lease.why)
-            self._open()
-        except BaseException as fault:
-            self.close()
-            if isinstance(fault, (EOFError, msgspec.MsgspecError)):
-                raise OSError(f"the server's Unix socket answers otherwise: {fault}") from None
-            raise
-
-    @abstractmethod
-    def _open(self) -> None:
-        """Open what the lease describes."""
-
-    def close(self) -> None:
-        self._line.close()
+def borrow(
+    facts: LocalFacts,
+    request: LeaseRequest | DeviceLeaseRequest,
+    kind: type[Lease],
+    resources: ExitStack,
+    seconds: float = ASK_SECONDS,
+) -> tuple[socket.socket, Lease]:
+    """Ask a server of this machine for memory, which it lends until the connection in `resources`
+    is closed. `OSError` where it lends none."""
+    if not facts.socket:
+        raise OSError("the server lends no memory")
+    if facts.machine != machine() or not facts.machine:
+        raise OSError("the server is on another machine")
+    line = resources.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
+    line.settimeout(seconds)
+    line.connect(f"\0{facts.socket}")
+    with suppress(BrokenPipeError):  # it may refuse, and say why, before it is asked
+        send_frame(line, msgspec.msgpack.encode(request))
+    try:
+        lease = msgspec.msgpack.decode(receive_frame(line, LEASE_BYTES), type=kind)
+    except (EOFError, msgspec.MsgspecError) as fault:
+        raise OSError(f"the server's Unix socket answers otherwise: {fault}") from None
+    if lease.why:
+        raise OSError(lease.why)
+    return line, lease
 
 
-class LentMemory(LeaseConnection[MemoryLease]):
-    """The volumes of a step in memory of this host."""
+class LentMemory:
+    """The volumes of a step in memory of this host, by `readers`, until `close`."""
 
     def __init__(self, facts: LocalFacts, snapshot: str, reader: str) -> None:
-        self._fds: list[int] = []
-        super().__init__(facts, LeaseRequest(snapshot, reader), MemoryLease)
+        with ExitStack() as resources:
+            line, lease = borrow(facts, LeaseRequest(snapshot, reader), MemoryLease, resources)
+            _, fds, _, _ = socket.recv_fds(line, 1, MAX_SLOTS)
+            for fd in fds:
+                resources.callback(os.close, fd)
+            if len(fds) != len(lease.slots):
+                raise OSError("the server sent too few descriptors")
+            self.readers = dict(_volumes(fds, lease.slots))
+            self.close = resources.pop_all().close
 
-    def _open(self) -> None:
-        _, self._fds, _, _ = socket.recv_fds(self._line, 1, MAX_SLOTS)
-        if len(self._fds) != len(self.lease.slots):
-            raise OSError("the server sent too few descriptors")
-        self.readers = dict(self._volumes(self.lease))
 
-    def _volumes(self, lease: MemoryLease) -> Iterator[tuple[str, MappedReader]]:
-        """The volumes by name. The memory is as large as the lease says, and stays so."""
-        for fd, slot in zip(self._fds, lease.slots, strict=True):
-            sealed = fcntl.fcntl(fd, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK
-            if not sealed or os.fstat(fd).st_size < slot.nbytes:
-                raise OSError("the descriptor is not of sealed memory of that size")
-            for name, (start, nbytes) in slot.volumes.items():
-                if start + nbytes > slot.nbytes:
-                    raise OSError("a volume reaches out of the memory")
-                yield name, MappedReader(fd, start, nbytes)
-
-    def close(self) -> None:
-        fds, self._fds = self._fds, []
-        for fd in fds:
-            os.close(fd)
-        super().close()
+def _volumes(fds: list[int], slots: list[LeasedSlot]) -> Iterator[tuple[str, MappedReader]]:
+    """The volumes by name. The memory is as large as the lease says, and stays so."""
+    for fd, slot in zip(fds, slots, strict=True):
+        sealed = fcntl.fcntl(fd, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK
+        if not sealed or os.fstat(fd).st_size < slot.nbytes:
+            raise OSError("the descriptor is not of sealed memory of that size")
+        for name, (start, nbytes) in slot.volumes.items():
+            if start + nbytes > slot.nbytes:
+                raise OSError("a volume reaches out of the memory")
+            yield name, MappedReader(fd, start, nbytes)
 
 
 class MappedReader(DataReader):

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from typing import Any
 
 import msgspec
-import torch.distributed as dist
 
+from torchrelay.coordination.group_store import GroupStore, StoreLost
 from torchrelay.deadlines import Deadline
 from torchrelay.errors import PeerLostError
 from torchrelay.sources.access import Access
@@ -28,22 +28,20 @@ class PeerNotes:
     """Where the ranks of a group serve their states."""
 
     def __init__(self, group: Any) -> None:
-        store = group.get_group_store()
-        self._store: Any = dist.PrefixStore("torchrelay/peers", store)  # type: ignore[attr-defined]
+        self._store = GroupStore(group.get_group_store(), "torchrelay/peers/")
 
     def put(self, rank: int, place: SharedAt) -> None:
-        self._store.set(str(rank), msgspec.msgpack.encode(place))
+        self._store.put(str(rank), msgspec.msgpack.encode(place))
 
     def remove(self, rank: int) -> None:
-        self._store.delete_key(str(rank))
+        self._store.drop(str(rank))
 
     def find(self, rank: int) -> SharedAt | None:
         """`PeerLostError` where the store cannot tell."""
         try:
-            if not self._store.check([str(rank)]):
-                return None
-            return _shared_at.decode(self._store.get(str(rank)))
-        except (dist.DistError, msgspec.MsgspecError) as fault:
+            data = self._store.read(str(rank))
+            return None if data is None else _shared_at.decode(data)
+        except (StoreLost, msgspec.MsgspecError) as fault:
             raise PeerLostError(
                 f"the group's store does not tell where rank {rank} serves its state: {fault}",
                 rank=rank,

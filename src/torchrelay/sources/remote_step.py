@@ -50,6 +50,11 @@ class Supplier:
         self.rests_until = 0.0
         self.dropped = ""  # why it is asked no more
 
+    @property
+    def why(self) -> str:
+        """Why it was dropped or did not come back, if it did not."""
+        return self.dropped or (self.fault if self.failures else "")
+
     def take(self, lent: LentMemory, sizes: Mapping[str, int]) -> None:
         """Read volumes of the right size from this memory, until `close`."""
         right = {n: one for n, one in lent.readers.items() if sizes.get(n) == one.nbytes}
@@ -85,7 +90,7 @@ class Suppliers:
     """Which supplier has which volume. Safe to use from several threads."""
 
     def __init__(self, volumes: dict[str, list[Supplier]], deadline: Deadline, what: str) -> None:
-        self._volumes, self._deadline, self._what = volumes, deadline, what
+        self._volumes, self.deadline, self._what = volumes, deadline, what
         self._lock = threading.Lock()
         self.gone = False  # whether the step was replaced
         self.stopped = threading.Event()
@@ -99,7 +104,7 @@ class Suppliers:
         while True:
             if self.stopped.is_set():
                 raise PeerLostError(f"{self._what} was given up")
-            if self._deadline.passed:
+            if self.deadline.passed:
                 faults = "".join(f"; {name}: {why}" for name, why in self.faulty.items())
                 text = f"no time is left to read {self._what}{faults}"
                 raise TransferTimeoutError(text, phase="data")
@@ -114,7 +119,7 @@ class Suppliers:
                     found.active += 1
                     return found
                 pause = min(one.rests_until for one in able) - now
-            self.stopped.wait(min(max(pause, 0.001), self._deadline.left()))
+            self.stopped.wait(min(max(pause, 0.001), self.deadline.left()))
 
     def mapped(self, volume: str) -> MappedReader | None:
         return next(filter(None, (one.mapped(volume) for one in self._volumes[volume])), None)
@@ -162,13 +167,7 @@ class Suppliers:
     @property
     def faulty(self) -> dict[str, str]:
         """Why suppliers were dropped or did not come back, by name."""
-        bad = [one for one in self.all if one.dropped or one.failures]
-        return {one.name: one.dropped or one.fault for one in bad}
-
-    @property
-    def bytes(self) -> dict[str, int]:
-        """Bytes from each supplier, by name."""
-        return {one.name: one.bytes for one in self.all if one.bytes}
+        return {one.name: one.why for one in self.all if one.why}
 
     def close(self) -> None:
         self.stopped.set()
@@ -202,7 +201,6 @@ class RemoteStep:
         record: Record,
         snapshot: str,
         suppliers: Suppliers,
-        deadline: Deadline,
         *,
         verify: bool = False,
     ) -> None:
@@ -213,7 +211,7 @@ class RemoteStep:
         self.mapped = suppliers.all_mapped
         self.costly_reads = not self.mapped
         self.trusted = not (self.mapped and verify)
-        self._data, self._deadline = data, deadline
+        self._data = data
         self._files = {file.name: file for file in record.volumes}
 
     @property
@@ -225,7 +223,7 @@ class RemoteStep:
 
     def reader(self, name: str, *, once: bool = True) -> DataReader:
         mapped = self.suppliers.mapped(name) if self.mapped else None
-        return mapped or RemoteReader(self._files[name], self.suppliers, self._deadline)
+        return mapped or RemoteReader(self._files[name], self.suppliers)
 
     def close(self) -> None:
         self.suppliers.close()
@@ -234,31 +232,24 @@ class RemoteStep:
 class RemoteReader(DataReader):
     """A volume of the step. All that it returns has its digest, or comes from elsewhere."""
 
-    def __init__(self, file: ChunkedVolume, suppliers: Suppliers, deadline: Deadline) -> None:
-        self._file, self.nbytes = file, file.nbytes
-        self._suppliers, self._deadline = suppliers, deadline
+    def __init__(self, file: ChunkedVolume, suppliers: Suppliers) -> None:
+        self._file, self.nbytes, self._suppliers = file, file.nbytes, suppliers
 
     def read_into(self, position: int, buffers: Sequence[memoryview]) -> None:
         views = [memoryview(buffer).cast("B") for buffer in buffers]
         stop = position + sum(map(len, views))
         size = self._file.chunk_bytes
-        if position % size or (stop % size and stop != self.nbytes):
-            self._read_around(position, stop, views)
-            return
-        at = position
-        while at < stop:
-            at = self._some(at, list(_from(views, at - position)))
-
-    def _read_around(self, start: int, stop: int, views: list[memoryview]) -> None:
-        size = self._file.chunk_bytes
-        first = start // size * size
-        last = min(-(-stop // size) * size, self.nbytes)
-        whole = memoryview(bytearray(last - first))
-        self.read_into(first, [whole])
-        at = start - first
-        for view in views:
-            view[:] = whole[at : at + len(view)]
-            at += len(view)
+        first, last = position // size * size, min(-(-stop // size) * size, self.nbytes)
+        whole = views
+        if (first, last) != (position, stop):  # parts of chunks, which have no digests
+            whole = [memoryview(bytearray(last - first))]
+        at = first
+        while at < last:
+            at = self._some(at, list(_from(whole, at - first)))
+        if whole is not views:
+            for view in views:
+                view[:] = whole[0][position - first : position - first + len(view)]
+                position += len(view)
 
     def _some(self, start: int, views: list[memoryview]) -> int:
         """Read what one supplier gives of a range; returns up to where all digests match."""
@@ -267,8 +258,7 @@ class RemoteReader(DataReader):
         chunks = ArrivingChunks(self._file, start)
         try:
             try:
-                seconds = max(self._deadline.left(), 0.01)
-                for part in supplier.read(name, start, views, seconds=seconds):
+                for part in supplier.read(name, start, views, seconds=suppliers.deadline.left()):
                     if suppliers.stopped.is_set():
                         break
                     if not chunks.add(part):

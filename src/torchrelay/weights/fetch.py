@@ -13,7 +13,6 @@ from typing import NamedTuple
 import msgspec
 import numpy as np
 
-from torchrelay.deadlines import Deadline
 from torchrelay.errors import DigestError, RemoteProtocolError
 from torchrelay.memory.crew import Crew
 from torchrelay.parts.runs import (
@@ -53,9 +52,8 @@ class _VolumeRest(NamedTuple):
 class PartFetch:
     """Brings the volumes of a mirror to the state of one step."""
 
-    def __init__(self, step: RemoteStep, mirror: Mirror, deadline: Deadline) -> None:
-        self._step, self._mirror, self._deadline = step, mirror, deadline
-        self._suppliers = step.suppliers
+    def __init__(self, step: RemoteStep, mirror: Mirror) -> None:
+        self._step, self._mirror, self._suppliers = step, mirror, step.suppliers
         self._files = {file.name: file for file in step.record.volumes}
         self._wrong: set[Supplier] = set()  # those that sent wrong bytes once
 
@@ -130,7 +128,7 @@ class PartFetch:
     def _streamed(self, supplier: Supplier, left: list[_VolumeRest]) -> Iterator[int]:
         wanted = [VolumeParts(one.name, one.base, one.runs.encoded()) for one in left]
         body = msgspec.msgpack.encode(PartsRequest(self._step.snapshot, wanted))
-        seconds = max(self._deadline.left(), 0.01)
+        seconds = self._suppliers.deadline.left()
         with supplier.host.stream("/parts", body, seconds=seconds) as stream:
             if stream.read(len(MAGIC)) != MAGIC:
                 raise RemoteProtocolError(f"{supplier.name} sends no part stream")

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterable, Sequence
-from contextlib import suppress
 
 import msgspec
 
 from torchrelay.deadlines import Deadline
 from torchrelay.errors import (
     PeerLostError,
-    RelayError,
     StepNotFoundError,
     TransferTimeoutError,
     UsageError,
@@ -28,8 +25,6 @@ from torchrelay.sources.remote_step import RemoteStep
 from torchrelay.stores.seam import WantedBox
 from torchrelay.weights.fetch import PartFetch
 from torchrelay.weights.mirror import Mirror, MirrorReader
-
-LOOK_SECONDS = 0.2  # between two looks at a publisher that has nothing yet
 
 Publisher = str | PeerSource | Sequence[str] | Sequence[PeerSource]
 
@@ -76,13 +71,12 @@ class NewestStep:
         """`on_gpu`: memory of a GPU of this host is read where the step is there."""
         self._origin, self._mirror, self._floor = origin, mirror, floor
         self.name, self.cost = origin.name, origin.cost
-        self.device: DeviceSource | None = None
-        if on_gpu and origin.lends_gpus:
-            self.device = DeviceSource(origin)
+        self.device = DeviceSource(origin) if on_gpu and origin.lends_gpus else None
+        self._source = self.device or origin
         self.opened: RemoteStep | DeviceLentStep | None = None  # what was opened last
 
     def end(self, reason: str = "", nbytes: int = 0) -> None:
-        (self.device or self._origin).end(reason, nbytes, keep=not reason)
+        self._source.end(reason, nbytes, keep=not reason)
 
     def for_another(self) -> EndpointSource:
         """The servers for the next update, with the connections that were kept after this one."""
@@ -90,41 +84,20 @@ class NewestStep:
 
     def steps(self, deadline: Deadline) -> list[int]:
         """Waits for a step. Servers that cannot be reached are asked again until the deadline."""
-        if (found := self._on_device(deadline)) is not None:
-            return [found]
-        while True:
-            newest = -1
-            fault: RelayError | None = None
-            try:
-                newest = max(self._origin.steps(deadline), default=-1)
-            except (PeerLostError, TransferTimeoutError) as lost:
-                fault = lost
-            if newest >= max(self._floor, 0):
-                return [newest]
-            if deadline.early() < 2 * LOOK_SECONDS:
-                wanted = f"no step from {self._floor} on" if self._floor > 0 else "no step"
-                there = f"; the newest is {newest}" if newest >= 0 else ""
-                raise TransferTimeoutError(
-                    f"{wanted} at {self.name} in {deadline.seconds:g} s{there}: wait longer, or "
-                    "see whether the publisher is alive",
-                    phase="wait",
-                ) from fault
-            if newest >= 0:
-                self._origin.wait(self._floor - 1, deadline)
-            else:
-                time.sleep(LOOK_SECONDS)
-                self._origin.failed.clear()
-
-    def _on_device(self, deadline: Deadline) -> int | None:
-        """The newest step, if it is in memory of a GPU, and lent from now on."""
-        if self.device is None:
-            return None
-        with suppress(RelayError):  # which the endpoint meets again
-            self.device.steps(deadline)
-            if self.device.lent is not None and self.device.lent.lease.step < self._floor:
-                self.device.wait(self._floor - 1, deadline)
-        lent = self.device.lent
-        return lent.lease.step if lent is not None and lent.lease.step >= self._floor else None
+        newest, fault = -1, None
+        try:
+            newest = max(self._source.wait(self._floor - 1, deadline), default=-1)
+        except (PeerLostError, TransferTimeoutError) as lost:
+            fault = lost
+        if newest >= max(self._floor, 0):
+            return [newest]
+        wanted = f"no step from {self._floor} on" if self._floor > 0 else "no step"
+        there = f"; the newest is {newest}" if newest >= 0 else ""
+        raise TransferTimeoutError(
+            f"{wanted} at {self.name} in {deadline.seconds:g} s{there}: wait longer, or see "
+            "whether the publisher is alive",
+            phase="wait",
+        ) from fault
 
     def identity(self, step: int) -> StepIdentity:
         """The content of a step that was listed, by its digests."""
@@ -142,15 +115,15 @@ class NewestStep:
         return StepIdentity(record.step, self.opened.snapshot, state_digest(record))
 
     def open(self, step: int, deadline: Deadline) -> RemoteStep | MirroredStep | DeviceLentStep:
-        self.opened = found = (self.device or self._origin).open(step, deadline)
+        self.opened = found = self._source.open(step, deadline)
         if isinstance(found, DeviceLentStep):
             return found
         # Memory of this host is read where it is.
-        return found if found.mapped else MirroredStep(found, self._mirror, deadline)
+        return found if found.mapped else MirroredStep(found, self._mirror)
 
     def reported(self, loaded: Loaded) -> Loaded:
         """The result, with what each server gave."""
-        return (self.device or self._origin).reported(loaded, "parts")
+        return self._source.reported(loaded, "parts")
 
 
 class MirroredStep:
@@ -160,8 +133,8 @@ class MirroredStep:
     costly_reads = False
     trusted = True  # every part chunk was compared with its digest
 
-    def __init__(self, step: RemoteStep, mirror: Mirror, deadline: Deadline) -> None:
-        self._step, self._mirror, self._deadline = step, mirror, deadline
+    def __init__(self, step: RemoteStep, mirror: Mirror) -> None:
+        self._step, self._mirror = step, mirror
         self.url, self.digest, self.close = step.url, step.digest, step.close
         self.record: Record = step.record
         self._files = {file.name: file for file in step.record.volumes}
@@ -173,7 +146,7 @@ class MirroredStep:
     def prepare(self, wanted: Iterable[WantedBox]) -> None:
         self._mirror.plan(wanted, self._files)
         try:
-            PartFetch(self._step, self._mirror, self._deadline).run()
+            PartFetch(self._step, self._mirror).run()
         except FileNotFoundError as fault:
             text = f"the step was replaced while it was read: {fault.strerror}"
             raise StepNotFoundError(text, step=self.record.step) from fault

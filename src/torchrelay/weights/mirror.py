@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 import numpy as np
 
 from torchrelay.memory.host import host_block
-from torchrelay.parts.runs import Bytes, PartRuns, RunsBuilder
+from torchrelay.parts.runs import Bytes, PartBox, PartRuns, runs_of
 from torchrelay.record.schema import VolumeRecord
 from torchrelay.stores.seam import DataReader, WantedBox
 
@@ -47,11 +47,10 @@ class Mirror:
 
     def plan(self, wanted: Iterable[WantedBox], files: Mapping[str, VolumeRecord]) -> None:
         """Make room for boxes of volumes. Bytes that are here and still wanted stay."""
-        builders: dict[str, RunsBuilder] = {}
-        for name, start, itemsize, shape, offsets, sizes in wanted:
-            builder = builders.setdefault(name, RunsBuilder())
-            builder.add(start, itemsize, shape, offsets, sizes)
-        runs = {name: one.runs(files[name].nbytes) for name, one in builders.items()}
+        boxes: dict[str, list[PartBox]] = {}
+        for box in wanted:
+            boxes.setdefault(box.name, []).append(box[1:])
+        runs = {name: runs_of(some, files[name].nbytes) for name, some in boxes.items()}
         kept = self.volumes
         self.volumes = {}
         for name, one in runs.items():

@@ -21,6 +21,7 @@ from torchrelay.inspection.facts import nbytes_of
 from torchrelay.inspection.seam import Contents, StateReader
 from torchrelay.inspection.statistics import histogram, statistics
 from torchrelay.plan.stored import StoredTensor
+from torchrelay.stores.shares.layout import rank_of
 
 SETTLED_BYTES = 64 << 20  # of tensors that are compared byte by byte
 
@@ -52,7 +53,7 @@ def tree(contents: Contents) -> dict[str, Any]:
 
 
 def _ranks(contents: Contents, tensor: StoredTensor) -> list[int]:
-    found = {contents.volumes[box.file].rank for box in tensor.shards}
+    found = {rank_of(contents.volumes[box.file].name) for box in tensor.shards}
     return sorted(rank for rank in found if rank is not None)
 
 

@@ -9,10 +9,9 @@ from contextlib import contextmanager
 from torchrelay.endpoint.server.service import Service
 from torchrelay.endpoint.server.snapshots import ServedSnapshot
 from torchrelay.endpoint.server.step_reader import StepReader
-from torchrelay.inspection.seam import Contents, VolumeFacts
+from torchrelay.inspection.seam import Contents
 from torchrelay.plan.stored import StoredTensors
 from torchrelay.record.encoding import decode_at_rest
-from torchrelay.stores.shares.layout import rank_of
 
 KEPT = 8  # steps whose contents are remembered, to tell what changed
 
@@ -60,9 +59,5 @@ class ServedWatch:
 
 def _contents(one: ServedSnapshot) -> Contents:
     body = decode_at_rest(one.record)
-    volumes = [
-        VolumeFacts(f.name, f.nbytes, rank_of(f.name), f.chunk_bytes, f.digests)
-        for f in body.volumes
-    ]
     tensors = tuple(StoredTensors(body).listed())
-    return Contents(one.step, len(body.ranks), tensors, volumes, torch=body.saved.torch)
+    return Contents(one.step, len(body.ranks), tensors, body.volumes, torch=body.saved.torch)

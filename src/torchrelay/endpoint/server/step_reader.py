@@ -43,7 +43,7 @@ class RankReader:
         what = f"step {self._snapshot.step}"
         suppliers = Suppliers({volume.name: [self._servers[url]]}, deadline, what)
         suppliers.stopped = self.stopped
-        RemoteReader(volume, suppliers, deadline).read_into(start, [view])
+        RemoteReader(volume, suppliers).read_into(start, [view])
 
     def close(self, reason: str = "") -> None:
         """Read no more; `reason` says why the reader failed, if it did."""

@@ -23,7 +23,7 @@ FILE_BYTES = 1 << 30  # a group of tensors larger than this is split
 CHUNK_BYTES = (4 << 10, 1 << 20)  # the least, and what files of a usual size have
 CHUNKS = (1 << 8, 1 << 12)  # of a file: smaller chunks say better what is damaged, but are more
 TOP = re.compile(r"[A-Za-z][A-Za-z0-9_]{0,63}")
-_RANKED = re.compile(r"\.rank-(\d+)-of-\d+")
+_RANKED = re.compile(r"\.rank-(\d+)-of-\d+|^__(\d+)_\d+\.distcp$")  # ours, and DCP's
 LOOSE = "0"  # the file of tensors that are in no group; no key of a group begins like this
 
 
@@ -151,7 +151,7 @@ def _index(group: str, files: Sequence[FileLayout], sizes: Sequence[int]) -> Fil
 def rank_of(name: str) -> int | None:
     """The rank that wrote a file, by its name; None where the step was written by one process."""
     match = _RANKED.search(name)
-    return int(match[1]) if match else None
+    return int(match[1] or match[2]) if match else None
 
 
 def _split(sizes: Sequence[int], file_bytes: int | None) -> list[list[int]]:
