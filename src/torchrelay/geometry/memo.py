@@ -3,15 +3,18 @@ encoding: numbers of a peer may hash alike, and cannot make it slow."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterable
 from functools import wraps
 from typing import Generic, ParamSpec, TypeVar
 
 import msgspec
+import numpy as np
+
+from torchrelay.geometry.boxes import Numbers
 
 P = ParamSpec("P")
 Result = TypeVar("Result")
-_encode = msgspec.msgpack.Encoder().encode
+_encode = msgspec.msgpack.Encoder(enc_hook=np.ndarray.tobytes).encode
 
 
 def remembered(limit: int) -> Callable[[Callable[P, Result]], Callable[P, Result]]:
@@ -36,15 +39,19 @@ def remembered(limit: int) -> Callable[[Callable[P, Result]], Callable[P, Result
 
 
 class Numbered(Generic[Result]):
-    """Values of numbers and text, each `found` once, with the number of its place there."""
+    """Values of numbers, text and columns, each `found` once, with the number of its place."""
 
     def __init__(self) -> None:
         self.found: list[Result] = []
         self._numbers: dict[bytes, int] = {}
 
-    def number(self, value: Result, key: object = None) -> int:
-        """The number of a value, which its `key` tells from others if there is one."""
-        number = self._numbers.setdefault(_encode(key or value), len(self.found))
+    def number(self, value: Result) -> int:
+        """The number of a value."""
+        number = self._numbers.setdefault(_encode(value), len(self.found))
         if number == len(self.found):
             self.found.append(value)
         return number
+
+    def numbers(self, values: Iterable[Result]) -> Numbers:
+        """The number of each value."""
+        return np.array([*map(self.number, values)], np.int64)

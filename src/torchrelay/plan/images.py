@@ -165,11 +165,6 @@ class Images:
             found.setdefault(_home(home, key), []).extend(tickets)
         return found
 
-    @property
-    def firsts(self) -> list[int]:
-        """The first ticket in each image."""
-        return [min(tickets) for tickets in self._storages.values()]
-
     def _groups(self, tickets: list[int]) -> Iterator[Group]:
         spans = [(self.views[ticket].low, self.views[ticket].high) for ticket in tickets]
         for found in overlapping(spans):

@@ -367,8 +367,8 @@ class RankShare:
                 made = ImageKind.of_boxes(kind.dtype, kind.shape, [self.boxes[box - 1]])
             else:
                 made = ImageKind(kind.dtype, kind.shape, kind.strides)
-            kinds.append(self._kinds.image(made))
-        return np.array(kinds, np.int64)[inverse]
+            kinds.append(made)
+        return self._kinds.images.numbers(kinds)[inverse]
 
 
 _TENSOR = m.TensorLeaf("uint8", (), None, NONE)  # in the place of rows

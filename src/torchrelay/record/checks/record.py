@@ -17,6 +17,7 @@ import numpy as np
 
 from torchrelay.errors import ManifestError
 from torchrelay.geometry.boxes import Numbers
+from torchrelay.geometry.memo import Numbered
 from torchrelay.record import manifest as m
 from torchrelay.record.checks.images import Mode, check_column, check_images, kind_bytes
 from torchrelay.record.checks.leaves import (
@@ -27,7 +28,6 @@ from torchrelay.record.checks.leaves import (
     geometry,
 )
 from torchrelay.record.checks.tree import TreeLimits, check_tree
-from torchrelay.record.kinds import KindTable
 from torchrelay.record.meshes import check_mesh, check_meshes
 from torchrelay.record.schema import (
     ImageKind,
@@ -115,14 +115,14 @@ def _check_leaves(record: Record, mode: Mode, limits: TreeLimits) -> None:
     check_meshes(others, record.meshes)
     check_meshes(own)
     parts = [part for leaf in (*others, *own) for part in m.parts(leaf) if part.storage >= 0]
-    table = KindTable()
-    kinds = [table.leaf(LeafKind(part.dtype, part.shape, part.strides)) for part in parts]
-    rows = _Rows(record, mode, table.leaves)
+    table: Numbered[LeafKind] = Numbered()
+    kinds = table.numbers(LeafKind(part.dtype, part.shape, part.strides) for part in parts)
+    rows = _Rows(record, mode, table.found)
     for outline in record.outlines:
         rows.check_outline(outline)
     rows.check_differences()
     rows.check(
-        np.array(kinds, np.int64) + len(record.kinds),
+        kinds + len(record.kinds),
         np.array([part.storage for part in parts], np.int64),
         np.array([part.offset for part in parts], np.int64),
     )
