@@ -10,6 +10,7 @@ the answers in columns. Tensors that are not plain take the general path.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from itertools import compress
 from math import prod
@@ -45,24 +46,16 @@ class TensorKind(NamedTuple):
 _DEVICES = ("cpu", "cuda")
 
 
+@dataclass(eq=False)
 class PlainTensors:
     """The plain tensors among the leaves of a state, in columns. Holds none of the tensors."""
 
-    def __init__(
-        self,
-        count: int,
-        leaves: Numbers,
-        kinds: list[TensorKind],
-        kind_of: Numbers,
-        addresses: Column,
-        offsets: Column,
-    ) -> None:
-        self.count = count  # of leaves that were looked at
-        self.leaves = leaves  # which of them are plain, in order
-        self.kinds = kinds
-        self.kind_of = kind_of  # each tensor's kind, by number
-        self.addresses = addresses
-        self.offsets = offsets  # in their storages, in elements; none if they were not asked for
+    count: int  # of leaves that were looked at
+    leaves: Numbers  # which of them are plain, in order
+    kinds: list[TensorKind]
+    kind_of: Numbers  # each tensor's kind, by number
+    addresses: Column
+    offsets: Column  # in their storages, in elements; none if they were not asked for
 
     def __len__(self) -> int:
         return len(self.addresses)

@@ -9,7 +9,7 @@ import numpy as np
 
 from torchrelay.errors import ManifestError
 from torchrelay.geometry.boxes import Numbers
-from torchrelay.geometry.memo import Numbered
+from torchrelay.geometry.numbered import Numbered
 from torchrelay.record.schema import ImageKind, Record, column_of, runs
 
 _none: Numbers = np.zeros(0, np.int64)

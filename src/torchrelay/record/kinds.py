@@ -7,7 +7,7 @@ from typing import Any
 from msgspec.structs import replace
 
 from torchrelay.geometry.boxes import Numbers
-from torchrelay.geometry.memo import Numbered
+from torchrelay.geometry.numbered import Numbered
 from torchrelay.record import manifest as m
 from torchrelay.record.schema import (
     VERSION,

@@ -16,13 +16,13 @@ from msgspec.structs import replace
 
 from torchrelay.errors import MismatchError
 from torchrelay.geometry.boxes import Box, Numbers
-from torchrelay.geometry.memo import Numbered
+from torchrelay.geometry.numbered import Numbered
 from torchrelay.plan.outline import TensorRows, outline
 from torchrelay.plan.share.leaves import NONE, whole_kinds
 from torchrelay.record import manifest as m
 from torchrelay.record.kinds import KindTable
 from torchrelay.record.rows import LeafRows, Marks
-from torchrelay.record.schema import ImageKind, LeafKind, MeshSharding, Record, StateOutline
+from torchrelay.record.schema import ImageKind, MeshSharding, Record, StateOutline
 from torchrelay.record.values import encode_key
 from torchrelay.state.paths import LeafPaths
 from torchrelay.state.tree import show
@@ -79,22 +79,14 @@ class JoinedTrees:
         return _encode([encode_key(key) for key in steps])
 
 
-class Whole(NamedTuple):
-    """What a distributed tensor is. `partial`: it has values that are yet to be reduced."""
+class Tensor(NamedTuple):
+    """A distributed tensor: dtype and shape, and the leaf of the joined tree that it is. `partial`:
+    it has values that are yet to be reduced."""
 
     dtype: str
     shape: tuple[int, ...]
-    partial: bool
-
-    def __str__(self) -> str:
-        return f"{self.dtype} of shape {self.shape}" + ", in part" * self.partial
-
-
-class Tensor(NamedTuple):
-    """A distributed tensor: the leaf of the joined tree that it is, and the number of its whole."""
-
     leaf: int
-    whole: int
+    partial: bool
 
 
 class Boxes(NamedTuple):
@@ -122,7 +114,6 @@ class Union:
         self.tensors: list[Tensor] = []
         # The distributed tensor that each leaf is, or -1.
         self._tensor_of: Numbers = np.full(joined.leaves, NONE, np.int64)
-        self._wholes: Numbered[Whole] = Numbered()
         self._box_kinds: Numbered[ImageKind] = Numbered()
         self.box_kinds = self._box_kinds.found
         self._by_path: dict[bytes, int] = {}
@@ -141,7 +132,8 @@ class Union:
                         rank=rank,
                         path=joined.path(home.shift + leaf),
                     )
-                self._add_parts(place, number)
+                self._add_rows(place, number)
+                self._add_others(place, number)
         columns = [np.concatenate(some) for some in zip(*self._columns, strict=True)]
         order = np.argsort(columns[0], kind="stable")
         self.boxes = Boxes(*(column[order] for column in columns))
@@ -164,96 +156,89 @@ class Union:
         """The kind of each image of a rank's record."""
         return self._box_kinds.numbers(record.image_kinds)[record.image_kind]
 
-    def _add_parts(self, place: int, home: int) -> None:
-        """What one rank has of distributed tensors."""
-        rows, shift = self.joined.rows[place], self.joined.homes[home].shift
-        record, some = rows.record, np.flatnonzero(rows.is_sharded)
-        images = rows.images[some]
-        wholes = [self._whole_of(record, kind) for kind in record.kinds]
-        of_rows = (
-            shift + rows.leaves[some],
-            np.array(wholes, np.int64)[rows.kinds[some]],
-            images,
-            self._image_kinds_of(record)[images],
-            images,
-        )
-        others = [
-            (shift + leaf, *part, -1 - leaf)
-            for leaf, found in rows.others.items()
-            if isinstance(found, _DISTRIBUTED)
-            for part in self._parts_of(place, shift + leaf, found)
+    def _add_rows(self, place: int, home: int) -> None:
+        """The boxes of one rank of tensors that are rows of its record."""
+        rows = self.joined.rows[place]
+        some = np.flatnonzero(rows.is_sharded)
+        leaves, images = self.joined.homes[home].shift + rows.leaves[some], rows.images[some]
+        kinds = [rows.record.kinds[number] for number in rows.kinds[some].tolist()]
+        shardings = rows.record.shardings
+        partial = [
+            isinstance(how, MeshSharding) and _any_partial(how.placements) for how in shardings
         ]
-        # Leaves with one tie are one tensor: rows by their images, others by their leaves.
-        columns = zip(of_rows, np.array(others, np.int64).reshape(-1, 5).T, strict=True)
-        leaves, wholes_of, images, kinds, ties = map(np.concatenate, columns)
+        # Tied leaves have one image, and are one tensor.
         new = np.flatnonzero(self._tensor_of[leaves] == NONE)
-        _, once, inverse = np.unique(ties[new], return_index=True, return_inverse=True)
+        _, once, inverse = np.unique(images[new], return_index=True, return_inverse=True)
         numbers = [
-            self._tensor(home, int(leaves[at]), int(wholes_of[at])) for at in new[once].tolist()
+            self._tensor(home, int(leaves[at]), kind.dtype, kind.shape, partial[kind.sharding])
+            for at, kind in ((at, kinds[at]) for at in new[once].tolist())
         ]
         self._tensor_of[leaves[new]] = np.array(numbers, np.int64)[inverse]
         tensors = self._tensor_of[leaves]
-        known = np.array([tensor.whole for tensor in self.tensors], np.int64)[tensors]
-        for at in np.flatnonzero(known != wholes_of)[:1].tolist():
-            mine, other = (self._wholes.found[int(column[at])] for column in (wholes_of, known))
-            rank = self.joined.ranks[place]
-            raise MismatchError(
-                f"rank {rank} has it as {mine}, another rank as {other}",
-                rank=rank,
-                path=self.joined.path(int(leaves[at])),
-            )
-        _, once = np.unique(tensors * len(self.box_kinds) + kinds, return_index=True)
-        once = once[images[once] >= 0]
-        self._add(self.joined.images + tensors[once], place, images[once], kinds[once])
+        for tensor, kind in zip(tensors.tolist(), kinds, strict=True):
+            known = self.tensors[tensor]
+            if known.dtype != kind.dtype or known.shape != kind.shape:
+                self._refuse(known, place, kind.dtype, kind.shape)
+        tensors, once = np.unique(tensors, return_index=True)
+        images, kinds_of = images[once], self._image_kinds_of(rows.record)
+        self._add(self.joined.images + tensors, place, images, kinds_of[images])
 
-    def _whole_of(self, record: Record, kind: LeafKind) -> int:
-        """The number of the whole that a row of a kind is; `NONE` if it is not distributed."""
-        if kind.sharding < 0:
-            return NONE
-        how = record.shardings[kind.sharding]
-        partial = isinstance(how, MeshSharding) and _any_partial(how.placements)
-        return self._wholes.number(Whole(kind.dtype, kind.shape, partial))
-
-    def _parts_of(
-        self, place: int, leaf: int, found: m.DTensorLeaf | m.ShardedLeaf
-    ) -> list[tuple[int, int, int]]:
-        """The whole, image and kind of each part of a leaf that is a record of its own; the first
-        has no image."""
-        record = self.joined.rows[place].record
-        boxes: list[tuple[m.TensorLeaf, Box | None]]
-        if isinstance(found, m.DTensorLeaf):
-            dtype, partial = found.local.dtype, _any_partial(found.placements)
-            boxes = [(found.local, None)]  # a part that is a box of it would be a row
-        else:
-            dtype, partial = found.dtype, False
-            pairs = zip(found.shards, found.boxes, strict=True)
-            boxes = [(part, (box.offsets, box.sizes)) for part, box in pairs]
-        whole = self._wholes.number(Whole(dtype, found.shape, partial))
-        parts = [(whole, NONE, NONE)]
-        for part, box in boxes:
-            if part.storage < 0:
+    def _add_others(self, place: int, home: int) -> None:
+        """The boxes of one rank of tensors that are records of their own."""
+        joined, shift = self.joined, self.joined.homes[home].shift
+        record = joined.rows[place].record
+        for leaf, found in joined.rows[place].others.items():
+            boxes: list[tuple[m.TensorLeaf, Box | None]]
+            if isinstance(found, m.DTensorLeaf):
+                dtype, partial = found.local.dtype, _any_partial(found.placements)
+                boxes = [(found.local, None)]  # a part that is a box of it would be a row
+            elif isinstance(found, m.ShardedLeaf):
+                dtype, partial = found.dtype, False
+                pairs = zip(found.shards, found.boxes, strict=True)
+                boxes = [(part, (box.offsets, box.sizes)) for part, box in pairs]
+            else:
                 continue
-            is_image = record.kind_of_image(part.storage).shape == part.shape
-            if box is None or not is_image or part.strides is not None or part.offset:
-                raise MismatchError(
-                    "the part of a distributed tensor on this rank is not a box of it, and "
-                    "cannot be resharded: send a copy that shares no memory with other leaves",
-                    rank=self.joined.ranks[place],
-                    path=self.joined.path(leaf),
-                )
-            kind = self._box_kinds.number(ImageKind.of_boxes(dtype, found.shape, [box]))
-            parts.append((whole, part.storage, kind))
-        return parts
+            tensor = int(self._tensor_of[shift + leaf])
+            if tensor == NONE:
+                tensor = self._tensor(home, shift + leaf, dtype, found.shape, partial)
+                self._tensor_of[shift + leaf] = tensor
+            known = self.tensors[tensor]
+            if (known.dtype, known.shape) != (dtype, found.shape):
+                self._refuse(known, place, dtype, found.shape)
+            for part, box in boxes:
+                if part.storage < 0:
+                    continue
+                whole = record.kind_of_image(part.storage).shape == part.shape
+                if box is None or not whole or part.strides is not None or part.offset:
+                    raise MismatchError(
+                        "the part of a distributed tensor on this rank is not a box of it, and "
+                        "cannot be resharded: send a copy that shares no memory with other leaves",
+                        rank=joined.ranks[place],
+                        path=joined.path(shift + leaf),
+                    )
+                kind = self._box_kinds.number(ImageKind.of_boxes(dtype, found.shape, [box]))
+                self._add(joined.images + tensor, place, part.storage, kind)
 
-    def _tensor(self, home: int, leaf: int, whole: int) -> int:
+    def _tensor(
+        self, home: int, leaf: int, dtype: str, shape: tuple[int, ...], partial: bool
+    ) -> int:
         """The number of a tensor; trees that differ are joined by paths."""
         number = len(self.tensors)
         if len(self.joined.homes) > 1:
             key = self.joined.path_key(home, leaf)
             number = self._by_path.setdefault(key, number)
         if number == len(self.tensors):
-            self.tensors.append(Tensor(leaf, whole))
+            self.tensors.append(Tensor(dtype, shape, leaf, partial))
         return number
+
+    def _refuse(self, known: Tensor, place: int, dtype: str, shape: tuple[int, ...]) -> None:
+        rank = self.joined.ranks[place]
+        raise MismatchError(
+            f"rank {rank} has it as {dtype} of shape {shape}, another rank as {known.dtype} of "
+            f"shape {known.shape}",
+            rank=rank,
+            path=self.joined.path(known.leaf),
+        )
 
     # The record of all.
 
@@ -263,9 +248,8 @@ class Union:
             record = self.joined.first(home).record
             bare = [kind.without_boxes for kind in record.image_kinds]
             found.append(kinds.images.numbers(bare)[record.image_kind])
-        wholes = [ImageKind(one.dtype, one.shape, None, 0) for one in self._wholes.found]
-        of_tensors = np.array([tensor.whole for tensor in self.tensors], np.int64)
-        found.append(kinds.images.numbers(wholes)[of_tensors])
+        tensors = [ImageKind(one.dtype, one.shape, None, 0) for one in self.tensors]
+        found.append(kinds.images.numbers(tensors))
         return np.concatenate(found)
 
     def _outline(self, home: Home, kinds: KindTable) -> StateOutline:
@@ -283,16 +267,12 @@ class Union:
         tensor = int(self._tensor_of[home.shift + leaf])
         if tensor >= 0:
             assert isinstance(found, (m.DTensorLeaf, m.ShardedLeaf))
-            whole, flags = self._wholes.found[self.tensors[tensor].whole], found.flags
+            facts, flags = self.tensors[tensor], found.flags
             image = self.joined.images + tensor
             if isinstance(found, m.DTensorLeaf) and found.local.flags & m.META:
                 image, flags = NONE, flags | m.META
-            return m.TensorLeaf(whole.dtype, whole.shape, None, image, 0, flags)
-
-        def moved(part: m.TensorLeaf) -> m.TensorLeaf:
-            return part if part.storage < 0 else replace(part, storage=home.image + part.storage)
-
-        return m.with_parts(found, moved)
+            return m.TensorLeaf(facts.dtype, facts.shape, None, image, 0, flags)
+        return m.with_parts(found, lambda part: replace(part, storage=home.image + part.storage))
 
     def path(self, image: int) -> str:
         """The path of a distributed tensor, for a message."""
@@ -300,8 +280,7 @@ class Union:
 
     def check_value(self, image: int) -> None:
         """`MismatchError` for a tensor whose values are yet to be reduced over ranks."""
-        tensor = image - self.joined.images
-        if tensor >= 0 and self._wholes.found[self.tensors[tensor].whole].partial:
+        if image >= self.joined.images and self.tensors[image - self.joined.images].partial:
             raise MismatchError(
                 "a DTensor with a partial placement has no value yet: redistribute it before it "
                 "is sent",

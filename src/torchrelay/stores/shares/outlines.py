@@ -197,9 +197,9 @@ def _renumbered(leaf: Leaf, numbers: Numbers, rank: int | None = None) -> Leaf:
     """A leaf over images of the joined record; `numbers` has those of a rank's own."""
 
     def change(part: TensorLeaf) -> TensorLeaf:
-        if not -1 <= part.storage < len(numbers):
+        if part.storage >= len(numbers):
             text = f"image {part.storage} of {len(numbers)} was sent"
             raise CheckpointError(text, rank=rank, phase="plan")
-        return part if part.storage < 0 else _replace(part, storage=int(numbers[part.storage]))
+        return _replace(part, storage=int(numbers[part.storage]))
 
     return with_parts(leaf, change)
