@@ -237,7 +237,7 @@ class _Reads(NamedTuple):
 
     def add_shard(self, shard: Shard, portion: Portion, keep: torch.Tensor, address: int) -> None:
         if nbytes := portion.nbytes:
-            region = Region.dense(keep, address, nbytes)
+            region = Region(keep, nbytes, address)
             self.shards.append(ShardRead(shard.file, shard.start, region))
 
 

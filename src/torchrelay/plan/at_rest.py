@@ -91,7 +91,7 @@ class _Describer:
         for image in apart.resolved:
             view, place = apart.images.views[image.ticket], apart.images.places[image.ticket]
             tensor = _bare(view) if place.whole else image.region.keep
-            kind = self._kinds.image(image.kind.without_boxes)
+            kind = self._kinds.images.number(image.kind.without_boxes)
             self._entry(apart.owners[image.ticket], kind, tensor, image.ticket)
         self.described = self._described(apart, first)
 
@@ -148,7 +148,7 @@ class _Describer:
                     "a DTensor with a partial placement has no value yet: redistribute it first"
                 )
             image = ImageKind(t.NAMES[leaf.dtype], kind.shape, None, 0)
-            found = kind.number_in(self._kinds), self._kinds.image(image)
+            found = kind.number_in(self._kinds), self._kinds.images.number(image)
             if key is not None:
                 self._known[key] = found
         return found
@@ -161,13 +161,13 @@ class _Describer:
         if local is not None and t.flags_of(local) & (m.CONJ | m.NEG):
             raise UnsupportedLeafError("the local part is a conj or neg view")
         meta = local is not None and local.is_meta
-        if not meta and 0 not in self._kinds.leaves[kind].shape:
+        if not meta and 0 not in self._kinds.leaves.found[kind].shape:
             return True
-        found = self._kinds.leaves[kind]
-        how = self._kinds.shardings[found.sharding]
+        found = self._kinds.leaves.found[kind]
+        how = self._kinds.shardings.found[found.sharding]
         part = m.TensorLeaf(found.dtype, found.shape, None, -1, 0, m.META if meta else 0)
         box = ((0,) * len(found.shape), found.shape)
-        self._others[index] = distributed_leaf(part, box, found, how, self._kinds.meshes)
+        self._others[index] = distributed_leaf(part, box, found, how, self._kinds.meshes.found)
         return False
 
     # The record.

@@ -12,7 +12,13 @@ from typing import Any, NamedTuple
 import torch
 
 from torchrelay.errors import UnsupportedLeafError
-from torchrelay.geometry.strides import contiguous_strides, extent, linear_boxes, packed
+from torchrelay.geometry.strides import (
+    contiguous_strides,
+    extent,
+    linear_boxes,
+    overlapping,
+    packed,
+)
 from torchrelay.plan.region import Region
 from torchrelay.record.manifest import PARAMETER, REQUIRES_GRAD
 from torchrelay.state import tensors as t
@@ -27,10 +33,9 @@ class CastRegion(Region):
     __slots__ = ("_dtype",)
 
     def __init__(self, tensor: torch.Tensor, dtype: torch.dtype) -> None:
-        self.keep, self._dtype, self.address = tensor, dtype, 0
-        self._itemsize, self._run = dtype.itemsize, False
-        self.nbytes = tensor.numel() * dtype.itemsize
-        self._view = tensor.view(-1) if tensor.is_contiguous() else tensor
+        flat = tensor.view(-1) if tensor.is_contiguous() else tensor
+        super().__init__(tensor, tensor.numel() * dtype.itemsize, 0, flat)
+        self._dtype, self._itemsize = dtype, dtype.itemsize
 
     def run(self, start: int, stop: int) -> None:
         """The bytes do not lie anywhere."""
@@ -134,15 +139,13 @@ class _ViewPlace(NamedTuple):
 def _check_apart(views: list[_ViewPlace], path_of: Callable[[int], str]) -> None:
     """Tensors of one storage are the same one, or lie apart: others could not be cast and still
     share what they share."""
-    last: _ViewPlace | None = None
-    for view in sorted(views, key=lambda one: (one.low, one.high)):
-        if last is not None and view.low < last.high:
-            if (view.low, view.high, view.geometry) != (last.low, last.high, last.geometry):
-                why = f"it overlaps {path_of(last.number)} in memory, so it cannot be cast"
+    for group in overlapping([view[:2] for view in views]):
+        first, *others = (views[index] for index in group)
+        for view in others:
+            if view[:3] != first[:3]:
+                why = f"it overlaps {path_of(first.number)} in memory, so it cannot be cast"
                 path = path_of(view.number)
                 raise UnsupportedLeafError(f"{why}: publish a clone of one of them", path=path)
-        else:
-            last = view
 
 
 def _geometry(tensor: torch.Tensor) -> Geometry:

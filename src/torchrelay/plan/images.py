@@ -73,14 +73,6 @@ class View(msgspec.Struct, frozen=True, gc=False):
         return None if self.strides == contiguous_strides(self.shape) else self.strides
 
 
-class Group(NamedTuple):
-    """Tensors of one storage that reach into each other, by their tickets. All are the same view,
-    packed like `layout`, or different ones where there is none."""
-
-    tickets: list[int]
-    layout: Layout | None
-
-
 class Image(NamedTuple):
     """The memory of an image, its storage by number of first use, and its place there. `ticket` is
     the first tensor that is of it."""
@@ -151,32 +143,28 @@ class Images:
         return np.array(lows, np.uint64), np.array(highs, np.uint64)
 
     @cached_property
-    def _storages(self) -> dict[Key, list[int]]:
-        """By storage, the tensors over it. Storages that tensors show to be the same are one."""
-        lows, highs = self.spans
-        if not reaching(lows, highs).any():
-            return self._by_key
-        home = {key: key for key in self._by_key}
-        for group in overlapping(list(zip(lows.tolist(), highs.tolist(), strict=True))):
-            first, *rest = {_home(home, self.views[self._seen[n]].key) for n in group}
-            home.update(dict.fromkeys(rest, first))
-        found: dict[Key, list[int]] = {}
-        for key, tickets in self._by_key.items():
-            found.setdefault(_home(home, key), []).extend(tickets)
-        return found
+    def _storages(self) -> list[list[int]]:
+        """The tensors over each storage, in order of first use. Storages that overlap are one."""
+        keys = list(self._by_key)
+        spans = [(-1 - number, -number) for number in range(len(keys))]  # none of them overlap
+        for number, (device, index, _) in enumerate(keys):
+            if index >= 0 and device in ("cpu", "cuda"):
+                views = [self.views[ticket] for ticket in self._by_key[keys[number]]]
+                spans[number] = min(view.low for view in views), max(view.high for view in views)
+        return sorted(
+            sorted(ticket for number in group for ticket in self._by_key[keys[number]])
+            for group in overlapping(spans)
+        )
 
-    @property
-    def firsts(self) -> list[int]:
-        """The first ticket in each image."""
-        return [min(tickets) for tickets in self._storages.values()]
-
-    def _groups(self, tickets: list[int]) -> Iterator[Group]:
+    def _groups(self, tickets: list[int]) -> Iterator[tuple[list[int], Layout | None]]:
+        """Tensors of one storage that reach into each other, by their tickets. All are the same
+        view, packed like a layout, or different ones where there is none."""
         spans = [(self.views[ticket].low, self.views[ticket].high) for ticket in tickets]
         for found in overlapping(spans):
             group = sorted(tickets[index] for index in found)
             first = self.views[group[0]]
             alike = all(self.views[ticket].within(0) == first.within(0) for ticket in group[1:])
-            yield Group(group, packed(first.shape, first.strides) if alike else None)
+            yield group, packed(first.shape, first.strides) if alike else None
 
     def memory(self, tickets: Sequence[int]) -> tuple[int, torch.Tensor]:
         """Where the common extent of tensors begins, and its bytes, with zeros in place of those
@@ -217,29 +205,29 @@ class Images:
         """
         self.places = [NOWHERE] * len(self.views)
         images: list[Image] = []
-        for storage, tickets in enumerate(self._storages.values()):
+        for storage, tickets in enumerate(self._storages):
             end = 0
-            for group in self._groups(tickets):
+            for group, layout in self._groups(tickets):
                 at = aligned(end)
-                kinds, first = {roles[ticket] for ticket in group.tickets}, group.tickets[0]
+                kinds = {roles[ticket] for ticket in group}
                 try:
-                    image = self._image(group, len(images), kinds, sharded, at_rest)
+                    image = self._image(group, layout, len(images), kinds, sharded, at_rest)
                 except UnsupportedLeafError as fault:
-                    fault.path = fault.path or path_of(first)
+                    fault.path = fault.path or path_of(group[0])
                     raise
-                images.append(Image(first, *image, storage, at))
+                images.append(Image(group[0], *image, storage, at))
                 end = at + image[2].nbytes
         return images
 
     def _image(
         self,
-        group: Group,
+        tickets: list[int],
+        layout: Layout | None,
         number: int,
         roles: set[int],
         sharded: Sequence[ShardedKind],
         at_rest: bool,
     ) -> tuple[ImageKind, str, Region]:
-        tickets, layout = group
         first = self.views[tickets[0]]
         device = first.key[0]
         whole = layout is not None and layout.numel == prod(first.shape)
@@ -250,9 +238,9 @@ class Images:
                 self.places[ticket] = ImagePlace(
                     number, view.low - low, view.kept_strides, whole=False
                 )
-            region = Region(memory, (memory.numel(),), (1,), (0,))
+            region = Region.row_major(memory)
             return ImageKind("uint8", (region.nbytes,)), device, region
-        region = Region(first.tensor, first.shape, first.strides, layout.order)
+        region = Region.of(first.tensor, first.shape, first.strides, layout.order)
         strides = None if layout.strides == contiguous_strides(first.shape) else layout.strides
         if whole and min(roles) >= SHARDED:
             kind = sharded[min(roles)]
@@ -302,12 +290,6 @@ def _is_local_part(view: View, kind: ShardedKind, other: ShardedKind) -> bool:
 def stored_dtype(dtype: str) -> str:
     """The dtype of an image of elements: those that only torch knows are kept as whole numbers."""
     return _STORED.get(dtype, dtype)
-
-
-def _home(homes: dict[Key, Key], key: Key) -> Key:
-    while homes[key] != key:
-        key = homes[key]
-    return key
 
 
 # Where a view starts in an extent, its item size, shape and strides.

@@ -64,11 +64,11 @@ def in_rows(tree: m.Node, leaves: Sequence[m.Leaf], images: Sequence[ImageKind])
             and (images[leaf.storage].shape, images[leaf.storage].strides)
             == (leaf.shape, leaf.strides)
         ):
-            kind = kinds.leaf(LeafKind(leaf.dtype, leaf.shape, None, leaf.flags))
+            kind = kinds.leaves.number(LeafKind(leaf.dtype, leaf.shape, None, leaf.flags))
             rows.append((index, kind, leaf.storage, 0))
         else:
             others[index] = leaf
-    kind_of = np.array([*map(kinds.image, images)], np.int64)
+    kind_of = kinds.images.numbers(images)
     columns = TensorRows(*np.array(rows, np.int64).reshape(-1, 4).T)
     return kinds.record((outline(tree, len(leaves), others, columns),), kind_of)
 

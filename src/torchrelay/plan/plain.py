@@ -10,6 +10,7 @@ the answers in columns. Tensors that are not plain take the general path.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from itertools import compress
 from math import prod
@@ -45,24 +46,16 @@ class TensorKind(NamedTuple):
 _DEVICES = ("cpu", "cuda")
 
 
+@dataclass(eq=False)
 class PlainTensors:
     """The plain tensors among the leaves of a state, in columns. Holds none of the tensors."""
 
-    def __init__(
-        self,
-        count: int,
-        leaves: Numbers,
-        kinds: list[TensorKind],
-        kind_of: Numbers,
-        addresses: Column,
-        offsets: Column,
-    ) -> None:
-        self.count = count  # of leaves that were looked at
-        self.leaves = leaves  # which of them are plain, in order
-        self.kinds = kinds
-        self.kind_of = kind_of  # each tensor's kind, by number
-        self.addresses = addresses
-        self.offsets = offsets  # in their storages, in elements; none if they were not asked for
+    count: int  # of leaves that were looked at
+    leaves: Numbers  # which of them are plain, in order
+    kinds: list[TensorKind]
+    kind_of: Numbers  # each tensor's kind, by number
+    addresses: Column
+    offsets: Column  # in their storages, in elements; none if they were not asked for
 
     def __len__(self) -> int:
         return len(self.addresses)
@@ -122,18 +115,15 @@ def find_plain(
     receives the version counters of those that are plain. Without `offsets` no tensor is asked
     where in its storage it lies, and `origins` is of no use.
     """
-    places: Sequence[int] = range(len(leaves))
+    is_plain = np.ones(len(leaves), bool)
     tensors: Any = leaves
     if not _TYPES.issuperset(map(type, leaves)):
-        marks = [*map(_TYPES.__contains__, map(type, leaves))]
-        places = [*compress(places, marks)]
-        tensors = [*compress(leaves, marks)]
+        is_plain[:] = [*map(_TYPES.__contains__, map(type, leaves))]
+        tensors = [*compress(leaves, is_plain)]
     kinds = _KindNumbers()
-    plain: list[int] | None = None  # places, once some tensors are not plain
     numbers: list[Numbers] = [np.zeros(0, np.int64)]
     addresses: list[int] = []
     starts: list[Column] = [np.zeros(0, np.uint64)]
-    done = 0
     for some in blocks(tensors):
         kept: Sequence[Any] = some
         try:
@@ -142,31 +132,22 @@ def find_plain(
         except RuntimeError:  # there is a tensor that does not show its memory
             found = None
         if found is None:
-            each = [kinds.of_one(tensor) for tensor in some]
-            chosen = [n for n, kind in enumerate(each) if kind >= 0]
-            if plain is None:
-                plain = list(places[:done])
-            plain += [places[done + n] for n in chosen]
-            found = np.array([each[n] for n in chosen], np.int64)
-            kept = [some[n] for n in chosen]
+            found = np.array([*map(kinds.of_one, some)], np.int64)
+            kept = [*compress(some, found >= 0)]
             where = list(map(_data_ptr, kept))
-        elif plain is not None:
-            plain += places[done : done + len(some)]
-        done += len(some)
         numbers.append(found)
         addresses += where
         if offsets:
             starts.append(np.fromiter(map(_storage_offset, kept), np.uint64, len(kept)))
         if versions is not None:
             versions += versions_of(kept)
-    if plain is not None:
-        places = plain
-    every = len(places) == len(leaves)
+    kind_of = np.concatenate(numbers)
+    is_plain[is_plain] = kind_of >= 0
     return PlainTensors(
         len(leaves),
-        np.arange(len(leaves)) if every else np.array(places, np.int64),
+        np.flatnonzero(is_plain),
         kinds.found,
-        np.concatenate(numbers),
+        kind_of[kind_of >= 0],
         np.array(addresses, np.uint64),
         np.concatenate(starts),
     )

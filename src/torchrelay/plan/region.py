@@ -10,83 +10,71 @@ from __future__ import annotations
 import ctypes
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import islice
+from math import prod
 from operator import itemgetter
 
 import numpy as np
 import torch
 
 from torchrelay.geometry.runs import Copy, Runs
-from torchrelay.geometry.strides import linear_boxes
+from torchrelay.geometry.strides import contiguous_strides, linear_boxes
 from torchrelay.state.tensors import byte_offset, copy_all, raw
 
 
 class Region:
     """Elements of a storage, in a fixed order, as a run of bytes.
 
-    `order` lists the dimensions that own memory from slowest to fastest; the others are walked at
-    index 0 alone. `address` says where the bytes lie, if they are one run of host memory, and is 0
-    otherwise. Holds `keep` alive, since such regions are known by address only.
+    `address` says where the bytes lie, if they are one run of host memory, and is 0 otherwise.
+    Holds `keep` alive, since such regions are known by address only. Without `elements`, those of a
+    region that is not one run, and without an address it is all of a contiguous tensor of a device.
     """
 
-    __slots__ = ("_itemsize", "_run", "_view", "address", "keep", "nbytes")
+    __slots__ = ("_is_run", "_itemsize", "_view", "address", "keep", "nbytes")
 
     def __init__(
         self,
+        keep: torch.Tensor,
+        nbytes: int,
+        address: int = 0,
+        elements: torch.Tensor | None = None,
+    ) -> None:
+        self.keep, self.nbytes, self.address = keep, nbytes, address
+        self._view, self._is_run = elements, elements is None
+        self._itemsize = 1 if elements is None else elements.element_size()
+
+    @classmethod
+    def of(
+        cls,
         tensor: torch.Tensor,
         shape: Sequence[int],
         strides: Sequence[int],
         order: Sequence[int],
-    ) -> None:
-        self.keep = tensor
+    ) -> Region:
+        """`order` lists the dimensions that own memory from slowest to fastest; the others are
+        walked at index 0 alone."""
         size = tensor.element_size()
-        numel = 1
-        dense = True
-        for dim in reversed(order):
-            dense = dense and strides[dim] == numel
-            numel *= shape[dim]
-        self.nbytes = numel * size
-        self.address = 0
-        self._run = False  # whether the bytes are one run of a device
-        self._view: torch.Tensor | None = None
-        self._itemsize = min(size, 8)
-        if dense and tensor.device.type == "cpu":
+        dims, steps = tuple([shape[n] for n in order]), tuple([strides[n] for n in order])
+        nbytes = prod(dims) * size
+        if steps == contiguous_strides(dims):
             # data_ptr() reads through conj and neg bits, which is what is wanted.
-            self.address = tensor.data_ptr()
-            return
-        if dense:
-            self._run, self._itemsize = True, 1
-        else:
-            storage, offset = tensor.untyped_storage(), byte_offset(tensor)
-            dims = [shape[dim] for dim in order]
-            steps = [strides[dim] for dim in order]
-            self._view = raw(storage, offset, size, dims, steps)
-
-    @classmethod
-    def dense(cls, keep: torch.Tensor, address: int, nbytes: int) -> Region:
-        """A run of host memory that is known by its address; or with address 0, all of a contiguous
-        tensor of a device."""
-        region = cls.__new__(cls)
-        region.keep, region.nbytes = keep, nbytes
-        region.address, region._view, region._itemsize = address, None, 1
-        region._run = not address
-        return region
+            return cls(tensor, nbytes, tensor.data_ptr() if tensor.is_cpu else 0)
+        storage = tensor.untyped_storage()
+        return cls(tensor, nbytes, 0, raw(storage, byte_offset(tensor), size, dims, steps))
 
     @classmethod
     def row_major(cls, tensor: torch.Tensor) -> Region:
         """All elements of a tensor in row-major order. Its conj and neg bits do not count."""
-        if tensor.is_cpu and tensor.is_contiguous():
-            return cls.dense(tensor, tensor.data_ptr(), tensor.nbytes)
-        if tensor.is_cuda and tensor.is_contiguous():
-            return cls.dense(tensor, 0, tensor.nbytes)
-        shape = tuple(tensor.shape)
-        order = [dim for dim, size in enumerate(shape) if size > 1]
-        return cls(tensor, shape, tuple(tensor.stride()), order)
+        if (tensor.is_cpu or tensor.is_cuda) and tensor.is_contiguous():
+            return cls(tensor, tensor.nbytes, tensor.data_ptr() if tensor.is_cpu else 0)
+        order = [dim for dim, size in enumerate(tensor.shape) if size > 1]
+        return cls.of(tensor, tensor.shape, tensor.stride(), order)
 
     def run(self, start: int, stop: int) -> torch.Tensor | None:
         """Bytes [start, stop) where they lie on a device, if they are one run there."""
-        if not self._run or self.keep.is_cpu:
+        if not self._is_run or self.keep.is_cpu:
             return None
         view = self._seen
         return view if stop - start == self.nbytes else view[start:stop]
@@ -94,7 +82,7 @@ class Region:
     @property
     def device_address(self) -> int:
         """Where the bytes lie, if they are one run of a GPU's memory; else 0."""
-        return self.keep.data_ptr() if self._run and self.keep.is_cuda else 0
+        return self.keep.data_ptr() if self._is_run and self.keep.is_cuda else 0
 
     @property
     def _seen(self) -> torch.Tensor:
@@ -154,6 +142,7 @@ def copy_boxes(pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
         copy_all(*map(list, zip(*group, strict=True)))
 
 
+@dataclass(eq=False)
 class Stream:
     """Host memory by address (`host`), and what is on a device or not in one run (`elsewhere`),
     at positions that ascend and do not overlap.
@@ -161,24 +150,16 @@ class Stream:
     The bytes between them read as zeros and are dropped when written.
     """
 
-    def __init__(
-        self,
-        host: Runs,
-        regions: list[tuple[int, Region]],
-        nbytes: int,
-        device: Runs | None = None,
-        far: Callable[[], Iterable[tuple[int, torch.Tensor]]] = tuple,
-    ) -> None:
-        self.nbytes = nbytes
-        self.host = host
-        self.device = device or Runs([], [], [])  # contiguous tensors on GPUs, by address
-        self._far = far  # gives the same tensors, each with its position
-        self.regions = regions  # all others
+    host: Runs
+    regions: list[tuple[int, Region]]  # all that is neither in `host` nor `far`
+    nbytes: int
+    device: Runs = field(default_factory=lambda: Runs([], [], []))  # tensors on GPUs, by address
+    far: Callable[[], Iterable[tuple[int, torch.Tensor]]] = tuple  # the same, with positions
 
     @cached_property
     def elsewhere(self) -> list[tuple[int, Region]]:
         """Regions without an address on this host, in the order of the stream."""
-        found = [(at, Region.row_major(tensor)) for at, tensor in self._far()]
+        found = [(at, Region.row_major(tensor)) for at, tensor in self.far()]
         return sorted([*self.regions, *found], key=itemgetter(0))
 
     @cached_property

@@ -94,36 +94,33 @@ class ShardedLeaves:
         found[rows[there]] = len(plain.kinds) + np.array([*self.numbers.values()], np.int64)[there]
         return found
 
-    def _add(self, leaf: int, local: torch.Tensor, number: int) -> None:
-        """Note a tensor, unless what it has here is not what its kind says."""
+    def add(self, leaf: int, tensor: Any) -> None:
+        """Take a tensor in, unless what it has here is not one box of it. One that cannot be
+        described is left to the general path, which refuses it by its name."""
+        key: Hashable
+        kind: ShardedKind | None
+        try:
+            if isinstance(tensor, t.ShardedTensor):
+                locals_, boxes, all_boxes, _ = t.sharded_parts(tensor)
+                if len(locals_) != 1 or boxes[0] not in all_boxes:
+                    return
+                box = (boxes[0].offsets, boxes[0].sizes)
+                local, kind = locals_[0].detach(), kind_of_sharded(tensor)._replace(box=box)
+                key = _encode(kind)
+            else:
+                local, spec = t.dtensor_parts(tensor)
+                key = (spec, tensor.requires_grad, t.is_parameter(tensor))
+                kind = None if key in self._known else _dtensor_kind(tensor, spec)
+        except UnsupportedLeafError:
+            return
+        number = self._known.get(key)
+        if number is None:
+            number = self._known[key] = -1 if kind is None else len(self.kinds)
+            self.kinds += [] if kind is None else [kind]
         if number >= 0:
             kind = self.kinds[number]
             if local.size() == kind.box[1] and local.dtype is t.DTYPES[kind.dtype]:
                 self.locals[leaf], self.numbers[leaf] = local, number
-
-    def _add_dtensor(self, leaf: int, tensor: Any) -> None:
-        local, spec = t.dtensor_parts(tensor)
-        key = (spec, tensor.requires_grad, t.is_parameter(tensor))
-        number = self._known.get(key)
-        if number is None:
-            kind = _dtensor_kind(tensor, spec)
-            number = self._known[key] = -1 if kind is None else len(self.kinds)
-            if kind is not None:
-                self.kinds.append(kind)
-        self._add(leaf, local, number)
-
-    def _add_sharded(self, leaf: int, tensor: t.ShardedTensor) -> None:
-        try:
-            locals_, boxes, all_boxes, _ = t.sharded_parts(tensor)
-        except UnsupportedLeafError:
-            return  # refused by the general path, by its name
-        if len(locals_) != 1 or boxes[0] not in all_boxes:
-            return
-        kind = kind_of_sharded(tensor)._replace(box=(boxes[0].offsets, boxes[0].sizes))
-        number = self._known.setdefault(_encode(kind), len(self.kinds))
-        if number == len(self.kinds):
-            self.kinds.append(kind)
-        self._add(leaf, locals_[0].detach(), number)
 
 
 def local_of(leaf: Any) -> torch.Tensor | None:
@@ -137,17 +134,10 @@ def local_of(leaf: Any) -> torch.Tensor | None:
 def find_sharded(leaves: Sequence[object]) -> ShardedLeaves:
     """Find the distributed tensors among leaves."""
     found = ShardedLeaves()
-    types = {kind for kind in set(map(type, leaves)) if issubclass(kind, torch.Tensor)}
-    dtensors = {kind for kind in types if t.is_dtensor_type(kind)}
-    sharded = {kind for kind in types if issubclass(kind, t.ShardedTensor)}
-    if not dtensors and not sharded:
-        return found
-    for index, leaf in enumerate(leaves):
-        if type(leaf) in dtensors:
-            found._add_dtensor(index, leaf)
-        elif type(leaf) in sharded:
-            assert isinstance(leaf, t.ShardedTensor)
-            found._add_sharded(index, leaf)
+    types = {kind for kind in set(map(type, leaves)) if t.is_distributed_type(kind)}
+    for index, leaf in enumerate(leaves if types else ()):
+        if type(leaf) in types:
+            found.add(index, leaf)
     return found
 
 
@@ -156,10 +146,7 @@ def _dtensor_kind(tensor: Any, spec: Any) -> ShardedKind | None:
     coordinate = spec.mesh.get_coordinate()
     if coordinate is None or tensor.dim() > m.MAX_DIMS:
         return None
-    try:
-        kind = kind_of_dtensor(tensor)
-    except UnsupportedLeafError:
-        return None  # refused by the general path, by its name
+    kind = kind_of_dtensor(tensor)
     assert kind.mesh is not None
     box = local_box(kind.shape, kind.mesh.shape, tuple(coordinate), kind.placements)
     return None if box is None else kind._replace(box=box, coordinate=tuple(coordinate))

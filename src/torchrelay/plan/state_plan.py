@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import msgspec
 import numpy as np
 
 from torchrelay.geometry import chunks as cutting
 from torchrelay.geometry.boxes import Numbers
-from torchrelay.geometry.chunks import ALIGN
 from torchrelay.plan.description import TakenApart
 from torchrelay.plan.images import PART, SHARDED, stored_dtype
 from torchrelay.plan.outline import TensorRows, outline
@@ -45,15 +44,13 @@ class StatePlan:
         odd = OddRows(apart, kinds)
         count, empties = len(apart.plain), len(odd.empties)
         devices, on = self._devices(odd)
-        order = self._order(empties, on)
+        order, storage_of = self._order(empties, on)
         self.plain_images: Indices = order[:count]
         self.other_numbers: list[int] = order[count : len(order) - empties].tolist()
         # Kinds and images.
         row_kinds, image_kinds = kinds_of_plain(apart.plain, apart.sharded, kinds)
         kind_of: Numbers = np.empty(len(order), np.int64)
-        kind_of[order] = np.concatenate(
-            [image_kinds, np.array([*map(kinds.image, odd.image_kinds)], np.int64)]
-        )
+        kind_of[order] = np.concatenate([image_kinds, kinds.images.numbers(odd.image_kinds)])
         device_of: Numbers | None = None
         if on is not None:
             device_of = np.empty(len(order), np.int64)
@@ -70,7 +67,7 @@ class StatePlan:
             step=step,
             devices=devices,
             device_of=None if device_of is None else column_of(device_of),
-            storage_of=self._storage_of,
+            storage_of=storage_of,
         )
         sizes = record.box_bytes
         total = cutting.stream_bytes(sizes)
@@ -84,43 +81,40 @@ class StatePlan:
         volume = VolumeRecord("", total, cuts=column)
         self.record = msgspec.structs.replace(record, volumes=(volume,))
 
-    def _order(self, empties: int, on: Numbers | None) -> Indices:
+    def _order(self, empties: int, on: Numbers | None) -> tuple[Indices, Indices | None]:
         """The place in the stream of each image: those of plain tensors, of others, and those
         without bytes. Images of one storage stay together; small storages come first, by device.
-        `on` has the device of each image, unless all are on the host."""
-        apart, images = self._apart, self._apart.resolved
-        storage, at, firsts, sizes = _storages(apart.plain)
+        `on` has the device of each image, unless all are on the host. Also returns the storage of
+        each image in the stream, unless each has one of its own."""
+        apart, plain, images = self._apart, self._apart.plain, self._apart.resolved
+        origins, storage = np.unique(plain.origins, return_inverse=True)
+        owners, at, nbytes = plain.leaves, plain.addresses, plain.nbytes
         if images or empties:
-            tickets = apart.images.firsts
-            ends = np.zeros(len(tickets), np.int64)
-            for image in images:
-                ends[image.storage] = image.at + image.region.nbytes
-            last = apart.plain.count
-            more = [apart.owners[ticket] for ticket in tickets] + [last] * empties
-            firsts = np.append(firsts, np.array(more, np.intp))
             numbers = [image.storage for image in images]
-            numbers += range(len(tickets), len(tickets) + empties)
-            storage = np.append(storage, np.array(numbers, np.intp) + len(sizes))
-            sizes = np.concatenate([sizes, ends, np.zeros(empties, np.int64)])
-            places = [image.at for image in images] + [0] * empties
-            at = np.append(at, np.array(places, np.int64))
-        used: Indices = np.arange(len(firsts))
-        if images or empties:  # those of plain tensors alone are in order
-            used = np.argsort(firsts, kind="stable")
-        place: Indices = np.empty(len(used), np.intp)
+            first = images[-1].storage + 1 if images else 0
+            numbers += range(first, first + empties)
+            leaves = [apart.owners[image.ticket] for image in images] + [plain.count] * empties
+            storage = np.append(storage, len(origins) + np.array(numbers, np.intp))
+            owners = np.append(owners, np.array(leaves, np.int64))
+            extents = [(image.at, image.region.nbytes) for image in images] + [(0, 0)] * empties
+            more = np.array(extents, np.uint64).T
+            at, nbytes = np.append(at, more[0]), np.append(nbytes, more[1])
+        totals = np.bincount(storage, nbytes)
+        firsts = np.full(len(totals), plain.count)
+        np.minimum.at(firsts, storage, owners)
+        used = np.argsort(firsts, kind="stable")
         if on is not None:
-            devices: Numbers = np.zeros(len(sizes), np.int64)
+            devices: Numbers = np.zeros(len(totals), np.int64)
             devices[storage] = on
             on = devices[used]
-        place[used[cutting.stream_order(sizes[used], on)]] = np.arange(len(used))
-        self._storage_of: Numbers | None = None
-        if len(storage) == len(sizes):
-            return place[storage]
-        found: Indices = np.empty(len(storage), np.intp)
+        place: Indices = np.empty(len(used), np.intp)
+        place[used[cutting.stream_order(totals[used], on)]] = np.arange(len(used))
+        if len(storage) == len(totals):
+            return place[storage], None
         order = np.lexsort((at, place[storage]))
+        found: Indices = np.empty(len(storage), np.intp)
         found[order] = np.arange(len(order))
-        self._storage_of = place[storage][order]
-        return found
+        return found, place[storage][order]
 
     def _devices(self, odd: OddRows) -> tuple[tuple[str, ...], Numbers | None]:
         """The kinds of devices, and of each image its number; None if all are on the host."""
@@ -131,38 +125,6 @@ class StatePlan:
         kinds = np.array([names.index(kind.device) for kind in plain.kinds], np.int64)
         numbers = np.array([names.index(device) for device in odd.devices], np.int64)
         return tuple(names), np.concatenate([kinds[plain.kind_of], numbers])
-
-
-class _Storages(NamedTuple):
-    """The storages of plain tensors, numbered in order of first use."""
-
-    number: Indices  # of each tensor
-    at: Numbers  # where each lies in its storage, without what no tensor reaches
-    firsts: Indices  # of each storage, the first leaf in it
-    sizes: Numbers  # of each storage
-
-
-def _storages(plain: PlainTensors) -> _Storages:
-    """Lay plain tensors that do not overlap out by their storages."""
-    starts, addresses = plain.origins, plain.addresses
-    nbytes = plain.nbytes.astype(np.int64)
-    if starts is addresses or len(np.unique(starts)) == len(starts):  # each has its own
-        zeros = np.zeros(len(starts), np.int64)
-        return _Storages(np.arange(len(starts)), zeros, plain.leaves, nbytes)
-    order = np.lexsort((addresses, starts))
-    _, first, storage = np.unique(starts, return_index=True, return_inverse=True)
-    rank = np.empty(len(first), np.intp)
-    rank[np.argsort(first)] = np.arange(len(first))
-    storage = rank[storage]
-    aligned = -(-nbytes // ALIGN) * ALIGN
-    begins = np.cumsum(aligned[order]) - aligned[order]
-    opens = np.ones(len(order), bool)  # the first piece of a storage
-    opens[1:] = starts[order][1:] != starts[order][:-1]
-    at = np.empty(len(order), np.int64)
-    at[order] = begins - np.maximum.accumulate(np.where(opens, begins, 0))
-    sizes = np.zeros(len(first), np.int64)
-    np.maximum.at(sizes, storage, at + nbytes)
-    return _Storages(storage, at, plain.leaves[np.sort(first)], sizes)
 
 
 def kinds_of_plain(
@@ -176,12 +138,12 @@ def kinds_of_plain(
     for number in np.flatnonzero(np.bincount(of, minlength=1)).tolist() if len(of) else ():
         if number < count:
             kind = plain.kinds[number]
-            leaf = kinds.leaf(LeafKind(kind.dtype, kind.shape, None, kind.flags))
+            leaf = kinds.leaves.number(LeafKind(kind.dtype, kind.shape, None, kind.flags))
             image = ImageKind(stored_dtype(kind.dtype), kind.shape, None, boxes)
         else:
             part = sharded.kinds[number - count]
             leaf, image = part.number_in(kinds), part.image
-        found[:, number] = leaf, kinds.image(image)
+        found[:, number] = leaf, kinds.images.number(image)
     return found[0][of], found[1][of]
 
 
@@ -227,7 +189,7 @@ class OddRows:
         else:
             strides = None if place.whole else place.strides
             flags = view.flags & ~m.ON_DEVICE
-            number = self._kinds.leaf(LeafKind(view.dtype, view.shape, strides, flags))
+            number = self._kinds.leaves.number(LeafKind(view.dtype, view.shape, strides, flags))
         self.rows.append((leaf, number, image, place.offset))
         return True
 

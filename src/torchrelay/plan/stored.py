@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -27,22 +28,16 @@ class Shard(NamedTuple):
     start: int
 
 
+@dataclass(slots=True, eq=False)
 class StoredTensor:
     """A tensor and the boxes that it is cut into. `names` may be the names of all images,
     including this one: then its name is made when it is needed."""
 
-    __slots__ = ("_image", "_names", "dtype", "shape", "shards")
-
-    def __init__(
-        self,
-        names: str | Names,
-        dtype: str,
-        shape: tuple[int, ...],
-        shards: Sequence[Shard],
-        image: int = 0,
-    ) -> None:
-        self._names, self._image = names, image
-        self.dtype, self.shape, self.shards = dtype, shape, shards
+    names: str | Names
+    dtype: str
+    shape: tuple[int, ...]
+    shards: Sequence[Shard]
+    image: int = 0
 
     @property
     def files(self) -> set[int]:
@@ -52,35 +47,34 @@ class StoredTensor:
 
     @property
     def name(self) -> str:
-        names = self._names
-        return names if isinstance(names, str) else str(names[self._image])
+        names = self.names
+        return names if isinstance(names, str) else str(names[self.image])
 
 
+@dataclass(slots=True, eq=False)
 class Shards(Sequence[Shard]):
     """The boxes of one image of a record."""
 
-    __slots__ = ("_starts", "_volumes", "kind")
-
-    def __init__(self, kind: ImageKind, volumes: Numbers, starts: Numbers) -> None:
-        self.kind = kind
-        self._volumes, self._starts = volumes, starts
+    kind: ImageKind
+    volumes: Numbers
+    starts: Numbers
 
     def __len__(self) -> int:
         return self.kind.count
 
     @property
     def files(self) -> set[int]:
-        return set(self._volumes.tolist())
+        return set(self.volumes.tolist())
 
     def __iter__(self) -> Iterator[Shard]:
-        places = zip(self.kind.boxes, self._volumes.tolist(), self._starts.tolist(), strict=True)
+        places = zip(self.kind.boxes, self.volumes.tolist(), self.starts.tolist(), strict=True)
         return (Shard(box[0], box[1], volume, start) for box, volume, start in places)
 
     def __getitem__(self, index: Any) -> Any:
         if isinstance(index, slice):
             return list(self)[index]
         box = self.kind.boxes[index]
-        return Shard(box[0], box[1], int(self._volumes[index]), int(self._starts[index]))
+        return Shard(box[0], box[1], int(self.volumes[index]), int(self.starts[index]))
 
 
 class Names(Sequence[str]):

@@ -9,7 +9,7 @@ import numpy as np
 
 from torchrelay.errors import ManifestError
 from torchrelay.geometry.boxes import Numbers
-from torchrelay.record.kinds import KindTable
+from torchrelay.geometry.numbered import Numbered
 from torchrelay.record.schema import ImageKind, Record, column_of, runs
 
 _none: Numbers = np.zeros(0, np.int64)
@@ -23,24 +23,24 @@ def with_boxes(outlined: Record, names: Sequence[str], parts: Sequence[Record]) 
     outlines about a tensor. Whether the boxes have every element once is the caller's to check.
     """
     known = {name: image for image, name in enumerate(names)}
-    pieces = KindTable()  # how a part cuts its boxes of an image
+    pieces: Numbered[ImageKind] = Numbered()  # how a part cuts its boxes of an image
     of_images, of_pieces, volumes, starts = [_none], [_none], [_none], [_none]
     objects, first = [], 0
     for part in parts:
         of_images.append(_images(part, known))
-        numbers = np.array([pieces.image(kind) for kind in part.image_kinds], np.int64)
+        numbers = pieces.numbers(part.image_kinds)
         of_pieces.append(numbers[part.image_kind])
         volumes.append(part.box_volumes + first)
         starts.append(part.box_starts)
         objects += [msgspec.structs.replace(o, volume=first + o.volume) for o in part.objects]
         first += len(part.volumes)
     images, which = np.concatenate(of_images), np.concatenate(of_pieces)
-    counts = np.array([kind.count for kind in pieces.images], np.int64)[which]
+    counts = np.array([kind.count for kind in pieces.found], np.int64)[which]
     begins = np.cumsum(counts) - counts
     order = np.argsort(images, kind="stable")
     ends = np.cumsum(np.bincount(images, minlength=len(names))).tolist()
 
-    wholes = KindTable()
+    wholes: Numbered[ImageKind] = Numbered()
     # By outlined kind, and pieces in order.
     made: dict[tuple[int, tuple[int, ...]], tuple[int, Numbers]] = {}
     of_order = which[order].tolist()
@@ -50,9 +50,9 @@ def with_boxes(outlined: Record, names: Sequence[str], parts: Sequence[Record]) 
         key = number, tuple(of_order[at:end])
         at = end
         if key not in made:
-            several = [pieces.images[piece] for piece in key[1]]
+            several = [pieces.found[piece] for piece in key[1]]
             kind, places = _together(outlined.image_kinds[number], several, names[image])
-            made[key] = wholes.image(kind), places
+            made[key] = wholes.number(kind), places
         whole, places = made[key]
         kinds.append(whole)
         if len(places) > 1:
@@ -60,7 +60,7 @@ def with_boxes(outlined: Record, names: Sequence[str], parts: Sequence[Record]) 
         done += len(places)
     return msgspec.structs.replace(
         outlined,
-        image_kinds=tuple(wholes.images),
+        image_kinds=tuple(wholes.found),
         kind_of=column_of(np.array(kinds, np.int64)),
         volumes=tuple(volume for part in parts for volume in part.volumes),
         volume_of=column_of(np.concatenate(volumes)[boxes]),

@@ -241,10 +241,10 @@ def parts(leaf: Leaf) -> Iterator[TensorLeaf]:
 
 
 def with_parts(leaf: Leaf, change: Callable[[TensorLeaf], TensorLeaf]) -> Leaf:
-    """The same leaf with other records of its strided tensors."""
+    """The same leaf with other records of its strided tensors, those that have an image."""
     if isinstance(leaf, TensorLeaf):
-        return change(leaf)
-    if isinstance(leaf, ArrayLeaf) and leaf.nbytes:
+        return change(leaf) if leaf.storage >= 0 else leaf
+    if isinstance(leaf, ArrayLeaf) and leaf.nbytes and leaf.storage >= 0:
         return msgspec.structs.replace(leaf, storage=change(next(parts(leaf))).storage)
     changed: dict[str, Any] = {}
     for name in _PART_FIELDS.get(type(leaf), ()):
@@ -252,6 +252,6 @@ def with_parts(leaf: Leaf, change: Callable[[TensorLeaf], TensorLeaf]) -> Leaf:
         changed[name] = (
             tuple([with_parts(inner, change) for inner in found])
             if isinstance(found, tuple)
-            else change(found)
+            else with_parts(found, change)
         )
     return msgspec.structs.replace(leaf, **changed) if changed else leaf

@@ -28,6 +28,7 @@ from torchrelay.errors import ManifestError
 from torchrelay.geometry.boxes import Box as Bounds
 from torchrelay.geometry.boxes import Numbers
 from torchrelay.geometry.chunks import ALIGN
+from torchrelay.geometry.numbered import Numbered
 from torchrelay.record.dtypes import itemsize
 from torchrelay.record.manifest import Box, Flags, Leaf, Mesh, Node, Number, Placement, Shape, Size
 from torchrelay.steps import MAX_STEP
@@ -36,7 +37,6 @@ VERSION = (3, 0)
 _FEW = 32  # boxes that are looked at one by one
 ON_HOST = ("cpu",)  # the devices of a state that lies in host memory alone
 
-_encode = msgspec.msgpack.Encoder().encode
 # Whole numbers from 0 on. None stands for the value that the field's comment names.
 Column = Numbers | None
 
@@ -333,9 +333,8 @@ class Record(_MapRecord, frozen=True, kw_only=True):
 
     @cached_property
     def shapes(self) -> tuple[Numbers, Numbers]:
-        """`shape_numbers` of each kind of leaf, and of each kind of image."""
-        known: dict[bytes, int] = {}
-        return shape_numbers(self.kinds, known), shape_numbers(self.image_kinds, known)
+        """As `shape_numbers`, of each kind of leaf, and of each kind of image."""
+        return shape_numbers(self.kinds, self.image_kinds)
 
     @property
     def used_devices(self) -> set[str]:
@@ -364,11 +363,14 @@ class Record(_MapRecord, frozen=True, kw_only=True):
         return self.origin is not None and self.origin.save_id is not None
 
 
-def shape_numbers(kinds: Sequence[LeafKind | ImageKind], known: dict[bytes, int]) -> Numbers:
-    """A number for the item size and shape of each kind: equal where those are. `known` has those
-    that were met, by their encoding: a peer's numbers may hash alike."""
-    spelled = (_encode((itemsize(kind.dtype), kind.shape)) for kind in kinds)
-    return np.array([known.setdefault(one, len(known)) for one in spelled], np.int64)
+def shape_numbers(
+    leaves: Sequence[LeafKind], images: Sequence[ImageKind]
+) -> tuple[Numbers, Numbers]:
+    """A number for the item size and shape of each kind: equal where those are."""
+    known: Numbered[tuple[int, Shape]] = Numbered()
+    kinds: list[LeafKind | ImageKind] = [*leaves, *images]
+    found = known.numbers((itemsize(kind.dtype), kind.shape) for kind in kinds)
+    return found[: len(leaves)], found[len(leaves) :]
 
 
 def runs(begins: Numbers, counts: Numbers) -> Numbers:

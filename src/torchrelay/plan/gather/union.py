@@ -16,7 +16,7 @@ from msgspec.structs import replace
 
 from torchrelay.errors import MismatchError
 from torchrelay.geometry.boxes import Box, Numbers
-from torchrelay.geometry.memo import Numbered
+from torchrelay.geometry.numbered import Numbered
 from torchrelay.plan.outline import TensorRows, outline
 from torchrelay.plan.share.leaves import NONE, whole_kinds
 from torchrelay.record import manifest as m
@@ -114,8 +114,8 @@ class Union:
         self.tensors: list[Tensor] = []
         # The distributed tensor that each leaf is, or -1.
         self._tensor_of: Numbers = np.full(joined.leaves, NONE, np.int64)
-        self._numbered: Numbered[ImageKind] = Numbered()
-        self.box_kinds = self._numbered.found
+        self._box_kinds: Numbered[ImageKind] = Numbered()
+        self.box_kinds = self._box_kinds.found
         self._by_path: dict[bytes, int] = {}
         self._columns: list[tuple[Numbers, ...]] = []
         for number, home in enumerate(joined.homes):
@@ -154,11 +154,7 @@ class Union:
 
     def _image_kinds_of(self, record: Record) -> Numbers:
         """The kind of each image of a rank's record."""
-        found = np.array([*map(self._box_kind, record.image_kinds)], np.int64)
-        return found[record.image_kind]
-
-    def _box_kind(self, kind: ImageKind) -> int:
-        return self._numbered.number(kind, (kind.dtype, kind.shape, kind.strides, kind.boxes))
+        return self._box_kinds.numbers(record.image_kinds)[record.image_kind]
 
     def _add_rows(self, place: int, home: int) -> None:
         """The boxes of one rank of tensors that are rows of its record."""
@@ -220,7 +216,7 @@ class Union:
                         rank=joined.ranks[place],
                         path=joined.path(shift + leaf),
                     )
-                kind = self._box_kind(ImageKind.of_boxes(dtype, found.shape, [box]))
+                kind = self._box_kinds.number(ImageKind.of_boxes(dtype, found.shape, [box]))
                 self._add(joined.images + tensor, place, part.storage, kind)
 
     def _tensor(
@@ -250,10 +246,10 @@ class Union:
         found = []
         for home in self.joined.homes:
             record = self.joined.first(home).record
-            numbers = [kinds.image(kind.without_boxes) for kind in record.image_kinds]
-            found.append(np.array(numbers, np.int64)[record.image_kind])
+            bare = [kind.without_boxes for kind in record.image_kinds]
+            found.append(kinds.images.numbers(bare)[record.image_kind])
         tensors = [ImageKind(one.dtype, one.shape, None, 0) for one in self.tensors]
-        found.append(np.array([*map(kinds.image, tensors)], np.int64))
+        found.append(kinds.images.numbers(tensors))
         return np.concatenate(found)
 
     def _outline(self, home: Home, kinds: KindTable) -> StateOutline:
@@ -276,11 +272,7 @@ class Union:
             if isinstance(found, m.DTensorLeaf) and found.local.flags & m.META:
                 image, flags = NONE, flags | m.META
             return m.TensorLeaf(facts.dtype, facts.shape, None, image, 0, flags)
-
-        def moved(part: m.TensorLeaf) -> m.TensorLeaf:
-            return part if part.storage < 0 else replace(part, storage=home.image + part.storage)
-
-        return m.with_parts(found, moved)
+        return m.with_parts(found, lambda part: replace(part, storage=home.image + part.storage))
 
     def path(self, image: int) -> str:
         """The path of a distributed tensor, for a message."""

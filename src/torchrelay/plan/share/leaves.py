@@ -10,7 +10,7 @@ import numpy as np
 
 from torchrelay.errors import MismatchError
 from torchrelay.geometry.boxes import Numbers
-from torchrelay.geometry.memo import Numbered
+from torchrelay.geometry.numbered import Numbered
 from torchrelay.record import manifest as m
 from torchrelay.record.kinds import KindTable
 from torchrelay.record.rows import LeafRows
@@ -87,7 +87,7 @@ def whole_kinds(record: Record, kinds: KindTable) -> Numbers:
         LeafKind(kind.dtype, kind.shape, None, kind.flags) if kind.sharding >= 0 else kind
         for kind in record.kinds
     ]
-    return np.array([*map(kinds.leaf, wholes)], np.int64)
+    return kinds.leaves.numbers(wholes)
 
 
 def undistributed(leaf: m.Leaf) -> Any:

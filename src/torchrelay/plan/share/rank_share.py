@@ -16,7 +16,7 @@ from msgspec.structs import replace
 
 from torchrelay.errors import MismatchError
 from torchrelay.geometry.boxes import Box, Numbers
-from torchrelay.geometry.memo import Numbered
+from torchrelay.geometry.numbered import Numbered
 from torchrelay.plan.description import PlainLayout
 from torchrelay.plan.outline import TensorRows, laid_over, outline, pruned
 from torchrelay.plan.selection import Selection
@@ -194,8 +194,6 @@ class RankShare:
         in memory."""
 
         def moved(part: m.TensorLeaf) -> m.TensorLeaf:
-            if part.storage < 0:
-                return part
             kind, strides = self._recorded.kind_of_image(part.storage), part.strides
             if strides is None and not part.offset and part.shape == kind.shape:
                 strides = kind.strides
@@ -340,8 +338,7 @@ class RankShare:
         of_parts = images[len(leaves) :].tolist()
 
         def moved(part: m.TensorLeaf) -> m.TensorLeaf:
-            number = part.storage
-            return part if number < 0 else replace(part, storage=of_parts[number])
+            return replace(part, storage=of_parts[part.storage])
 
         others = {
             leaf: found if found is _NOTHING else m.with_parts(found, moved)
@@ -367,8 +364,8 @@ class RankShare:
                 made = ImageKind.of_boxes(kind.dtype, kind.shape, [self.boxes[box - 1]])
             else:
                 made = ImageKind(kind.dtype, kind.shape, kind.strides)
-            kinds.append(self._kinds.image(made))
-        return np.array(kinds, np.int64)[inverse]
+            kinds.append(made)
+        return self._kinds.images.numbers(kinds)[inverse]
 
 
 _TENSOR = m.TensorLeaf("uint8", (), None, NONE)  # in the place of rows

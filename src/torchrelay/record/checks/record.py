@@ -17,6 +17,7 @@ import numpy as np
 
 from torchrelay.errors import ManifestError
 from torchrelay.geometry.boxes import Numbers
+from torchrelay.geometry.numbered import Numbered
 from torchrelay.record import manifest as m
 from torchrelay.record.checks.images import Mode, check_column, check_images, kind_bytes
 from torchrelay.record.checks.leaves import (
@@ -27,7 +28,6 @@ from torchrelay.record.checks.leaves import (
     geometry,
 )
 from torchrelay.record.checks.tree import TreeLimits, check_tree
-from torchrelay.record.kinds import KindTable
 from torchrelay.record.meshes import check_mesh, check_meshes
 from torchrelay.record.schema import (
     ImageKind,
@@ -60,7 +60,8 @@ def check(record: Record, mode: Mode, in_time: Callable[[], None] | None = None)
             raise ManifestError(f"{outline.leaves} leaves, {len(outline.others)} of them no rows")
         check_tree(outline.tree, outline.leaves, limits)
     _check_count(record, mode)
-    _check_shardings(record)
+    for mesh in record.meshes:
+        check_mesh(mesh)
     check_images(record, mode)
     if mode != "part" or record.outlines or record.ranks:
         _check_leaves(record, mode, limits)
@@ -95,16 +96,6 @@ def _check_count(record: Record, mode: Mode) -> None:
         raise ManifestError(f"{record.images} images, and places of {most}")
 
 
-def _check_shardings(record: Record) -> None:
-    for mesh in record.meshes:
-        check_mesh(mesh)
-    for how in record.shardings:
-        if isinstance(how, MeshSharding):
-            if how.mesh >= len(record.meshes):
-                raise ManifestError(f"mesh {how.mesh} of {len(record.meshes)}")
-            check_placements(how.placements, how.coordinate, record.meshes[how.mesh], m.MAX_DIMS)
-
-
 def _check_leaves(record: Record, mode: Mode, limits: TreeLimits) -> None:
     """Leaves agree with themselves, and with the images that they are of."""
     _check_ranks(record)
@@ -115,14 +106,14 @@ def _check_leaves(record: Record, mode: Mode, limits: TreeLimits) -> None:
     check_meshes(others, record.meshes)
     check_meshes(own)
     parts = [part for leaf in (*others, *own) for part in m.parts(leaf) if part.storage >= 0]
-    table = KindTable()
-    kinds = [table.leaf(LeafKind(part.dtype, part.shape, part.strides)) for part in parts]
-    rows = _Rows(record, mode, table.leaves)
+    table: Numbered[LeafKind] = Numbered()
+    kinds = table.numbers(LeafKind(part.dtype, part.shape, part.strides) for part in parts)
+    rows = _Rows(record, mode, table.found)
     for outline in record.outlines:
         rows.check_outline(outline)
     rows.check_differences()
     rows.check(
-        np.array(kinds, np.int64) + len(record.kinds),
+        kinds + len(record.kinds),
         np.array([part.storage for part in parts], np.int64),
         np.array([part.offset for part in parts], np.int64),
     )
@@ -141,9 +132,7 @@ class _Rows:
             self._check_kind(kind)
         kinds = [*record.kinds, *of_parts]
         images, self._kinds = record.image_kinds, kinds
-        known: dict[bytes, int] = {}
-        self._shapes = shape_numbers(kinds, known)
-        self._image_shapes = shape_numbers(images, known)
+        self._shapes, self._image_shapes = shape_numbers(kinds, images)
         own = [None if kind.sharding >= 0 else kind.strides for kind in kinds]
         reach = [geometry(k.dtype, k.shape, s) for k, s in zip(kinds, own, strict=True)]
         self._itemsize: Numbers = np.array([size for _, size, _ in reach], np.int64)
@@ -175,6 +164,8 @@ class _Rows:
         number, shape = kind.sharding, kind.shape
         how = self._record.shardings[number]
         if isinstance(how, MeshSharding):
+            if how.mesh >= len(self._record.meshes):
+                raise ManifestError(f"mesh {how.mesh} of {len(self._record.meshes)}")
             mesh = self._record.meshes[how.mesh]
             check_placements(how.placements, how.coordinate, mesh, len(shape))
         elif number not in self._boxes:

@@ -91,7 +91,7 @@ class ShareLayout:
             if key not in known:
                 dtype, shape, _, _ = key[0]
                 cut = [(offsets, sizes) for _, _, offsets, sizes in key]
-                known[key] = kinds.image(ImageKind.of_boxes(dtype, shape, cut))
+                known[key] = kinds.images.number(ImageKind.of_boxes(dtype, shape, cut))
             kind_of.append(known[key])
         places = np.array([row[1:] for placed in boxes.values() for row in placed], np.int64)
         return kinds.record(

@@ -69,11 +69,10 @@ class _Base:
         self.renamed = frozenset(renamed)
         # Leaves outside of the rows that have images.
         self.others = {at: leaf for at, leaf in self.rows.others.items() if any(parts(leaf))}
-        kinds = [joined.kinds.image(kind) for kind in record.image_kinds]
-        of_images = record.image_kind.tolist()
+        of_images = joined.kinds.images.numbers(record.image_kinds)[record.image_kind].tolist()
         self.numbers: Numbers = np.array(
             [
-                joined.image(renamed.get(name, name), kinds[of_images[image]])
+                joined.image(renamed.get(name, name), of_images[image])
                 for image, name in enumerate(names)
             ],
             np.int64,
@@ -96,7 +95,7 @@ class _Base:
     def kind_like(self, image: int, dtype: str, shape: tuple[int, ...]) -> int:
         """The kind of an image that another rank has in the place of one of this outline."""
         mine = self._record.image_kinds[int(self._record.image_kind[image])]
-        return self._joined.kinds.image(ImageKind(dtype, shape, mine.strides, 0))
+        return self._joined.kinds.images.number(ImageKind(dtype, shape, mine.strides, 0))
 
 
 class _Joined:
@@ -109,7 +108,7 @@ class _Joined:
 
     def leaf_kind(self, record: Record, kind: LeafKind) -> int:
         if kind.sharding < 0:
-            return self.kinds.leaf(kind)
+            return self.kinds.leaves.number(kind)
         how = record.shardings[kind.sharding]
         mesh = record.meshes[how.mesh] if isinstance(how, MeshSharding) else None
         return self.kinds.distributed(kind, how, mesh)
@@ -198,9 +197,9 @@ def _renumbered(leaf: Leaf, numbers: Numbers, rank: int | None = None) -> Leaf:
     """A leaf over images of the joined record; `numbers` has those of a rank's own."""
 
     def change(part: TensorLeaf) -> TensorLeaf:
-        if not -1 <= part.storage < len(numbers):
+        if part.storage >= len(numbers):
             text = f"image {part.storage} of {len(numbers)} was sent"
             raise CheckpointError(text, rank=rank, phase="plan")
-        return part if part.storage < 0 else _replace(part, storage=int(numbers[part.storage]))
+        return _replace(part, storage=int(numbers[part.storage]))
 
     return with_parts(leaf, change)
