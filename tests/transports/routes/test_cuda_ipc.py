@@ -27,7 +27,9 @@ from torchrelay.memory.host import at_address
 from torchrelay.record.digest import CELL_BYTES, digest
 from torchrelay.transports.resources import Resources
 from torchrelay.transports.routes import cuda_ipc
-from torchrelay.transports.routes.cuda_ipc import CudaFetch
+from torchrelay.transports.routes.cuda_ipc import CudaFetch, CudaService
+from torchrelay.transports.routes.route import Link, RouteFault
+from torchrelay.transports.wire.messages import Accept
 
 
 class NoStream:
@@ -182,3 +184,10 @@ def test_words_are_copied_and_hashed_at_once(monkeypatch: pytest.MonkeyPatch) ->
     assert scene.wrong() == []
     odd = Moves(*(np.array([n], np.uint64) for n in (0, 3, 0, 64)))
     assert not kernels.in_words(odd)
+
+
+def test_a_receiver_that_was_not_offered_the_route_gets_no_exports() -> None:
+    """The sender did not find its process: a handle would open the memory for another one."""
+    nothing: Any = SimpleNamespace()
+    with pytest.raises(RouteFault, match="not offered"):
+        CudaService(nothing).begin(nothing, Accept("cuda_ipc"), Link(1))

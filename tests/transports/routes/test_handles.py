@@ -176,9 +176,7 @@ def allocations(monkeypatch: pytest.MonkeyPatch) -> Allocations:
     """Two that follow each other, and one apart from them."""
     made = Allocations(1024, 1088, 4096)
     monkeypatch.setattr(handles, "_export", made.export)
-    monkeypatch.setattr(
-        handles, "_id_at", lambda at: made.ids[max(b for b in made.ids if b <= at)]
-    )
+    monkeypatch.setattr(handles, "_id_at", lambda at: made.ids[max(b for b in made.ids if b <= at)])
     monkeypatch.setattr(handles, "brief_driver", lambda: made)
     return made
 

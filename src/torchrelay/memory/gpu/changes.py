@@ -34,16 +34,16 @@ Field = tuple[int, int, int]  # bytes [start, stop) of memory, and the bytes of 
 
 class _ChangeKernels(NamedTuple):
     find: dict[int, ctypes.c_void_p]  # by the bytes of an element
-    count: ctypes.c_void_p
+    counts: ctypes.c_void_p
     processors: int
 
 
 @cache
 def _load(device: int) -> _ChangeKernels:
     names = [f"torchrelay_changes_{size}".encode() for size in SIZES]
-    *found, count = functions("changes.ptx", [*names, b"torchrelay_count"], device)
+    *found, counts = functions("changes.ptx", [*names, b"torchrelay_count"], device)
     processors = torch.cuda.get_device_properties(device).multi_processor_count
-    return _ChangeKernels(dict(zip(SIZES, found, strict=True)), count, processors)
+    return _ChangeKernels(dict(zip(SIZES, found, strict=True)), counts, processors)
 
 
 def can_find(device: int) -> bool:
@@ -68,7 +68,7 @@ class Changes(NamedTuple):
             counts = torch.zeros(spans, dtype=torch.int32, device="cuda")
             blocks = min(-(-spans // _WARPS), loaded.processors * 8)
             numbers = [self.bits.data_ptr(), len(self.bits), counts.data_ptr()]
-            launch(loaded.count, blocks, 32 * _WARPS, numbers)
+            launch(loaded.counts, blocks, 32 * _WARPS, numbers)
             return int(counts.sum())
 
 

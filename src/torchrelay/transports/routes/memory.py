@@ -23,6 +23,7 @@ from torchrelay.memory.vectors import Batch, OtherMemoryError, batches, copy, re
 from torchrelay.record.digest import RollingDigest
 from torchrelay.record.pause import gc_paused
 from torchrelay.transports.routes import route as r
+from torchrelay.transports.routes.cuda.handles import MAX_EXPORTS, Export
 from torchrelay.transports.routes.host import place
 from torchrelay.transports.routes.host.chunk_paths import ChunkPaths, SenderMemory, choose_paths
 from torchrelay.transports.routes.host.place import Process
@@ -64,10 +65,14 @@ class MemoryFacts(msgspec.Struct, array_like=True, frozen=True):
 
 
 class MemoryTable(msgspec.Struct, array_like=True, frozen=True):
-    """Where the bytes of a state lie in the sender's memory."""
+    """Where the bytes of a state lie in the sender's memory: on the host, and on route "cuda_ipc"
+    in exported GPU memory."""
 
     host: m.Blob = b""  # `geometry.runs.Runs.pack`
     apart: m.ChunkRanges = ()  # chunks that have bytes elsewhere: on a device, or strided
+    device: m.Blob = b""  # `handles.pack`
+    exports: Annotated[tuple[Export, ...], Meta(max_length=MAX_EXPORTS)] = ()
+    strays: m.ChunkRanges = ()  # of `apart`, the chunks that have bytes which no export reaches
 
 
 class MemoryService(r.RouteService):
@@ -81,17 +86,22 @@ class MemoryService(r.RouteService):
 
     def facts(self, outgoing: Outgoing) -> MemoryFacts:
         here, to = place.here(), self._receiver
-        elsewhere = MemoryFacts(here)
-        if place.apart(here, to.join.place) or not to.join.nonce:
-            return elsewhere
+        if self.is_elsewhere:
+            return MemoryFacts(here)
         claim = place.claim(to.join.nonce, to.member.rank, to.rank, to.transfer)
         try:
             self._proof = place.Proof(claim)
         except OSError:
-            return elsewhere
+            return MemoryFacts(here)
         process = self._proof.process
         self.is_likely = True
         return MemoryFacts(here, process.beacon, process.fd, outgoing.verify is True)
+
+    @property
+    def is_elsewhere(self) -> bool:
+        """Whether the receiver is where it reads no memory of this process."""
+        join = self._receiver.join
+        return bool(place.apart(place.here(), join.place)) or not join.nonce
 
     def begin(self, outgoing: Outgoing, accept: m.Accept, link: r.Link) -> bytes:
         self._close_ring()  # of an earlier acceptance
@@ -112,10 +122,9 @@ class MemoryService(r.RouteService):
             return
         if self._ring is not None:
             raise r.RouteFault("asked for a second ring")
+        rings = self._receiver.member.resources.of(SharedRings)
         try:
-            rings = self._receiver.member.resources.of(SharedRings)
-            snapshot, report = self.outgoing.snapshot, self._receiver.report
-            self._ring = RingFiller(snapshot, rings, self._say, report)
+            self._ring = RingFiller(self.outgoing.snapshot, rings, self._say, self._receiver.report)
         except MemoryError as fault:
             raise r.RouteFault(f"no memory for a ring: {fault}") from fault
         self._say(self._ring.record)
@@ -168,6 +177,8 @@ class MemoryFetch(ReadingFetch):
 
     _sources: Runs
     _paths: ChunkPaths
+    _exported: Runs | None = None  # bytes in device memory of the sender that is open here
+    _hashed: frozenset[int] | None = None  # the chunks that a device can hash, if it should
 
     def __init__(self, incoming: r.Incoming, reachable: Reachable) -> None:
         super().__init__(incoming, verify=reachable.facts.verify)
@@ -182,23 +193,17 @@ class MemoryFetch(ReadingFetch):
         self._plan(m.read_as(MemoryTable, go))
         super().run(go, patience)
 
-    def _plan(
-        self,
-        table: MemoryTable,
-        exported: Runs | None = None,
-        strays: m.ChunkRanges = (),
-        hashed: frozenset[int] | None = None,
-    ) -> None:
-        """Find the path of each chunk. `exported`: bytes in device memory that is open here;
-        `strays`: chunks that have other bytes too; `hashed`: those that a device can hash, if it
-        should. `RemoteProtocolError` for memory that cannot be."""
+    def _plan(self, table: MemoryTable) -> None:
+        """Find the path of each chunk. `RemoteProtocolError` for memory that cannot be."""
         chunks, count = self._chunks, len(self._chunks)
         try:
             self._sources = Runs.unpack(table.host, chunks.stream_bytes)
         except ValueError as fault:
             raise self._wrong(str(fault)) from None
-        apart, beyond = (tuple(m.from_ranges(some, count)) for some in (table.apart, strays))
-        theirs = SenderMemory(self._sources, apart, self._reads, exported, beyond, hashed)
+        apart, strays = (tuple(m.from_ranges(some, count)) for some in (table.apart, table.strays))
+        theirs = SenderMemory(
+            self._sources, apart, self._reads, self._exported, strays, self._hashed
+        )
         self._paths = choose_paths(chunks, self._places, theirs, verify=self._verify)
 
     def _threads(self, most: int) -> int:
@@ -210,37 +215,43 @@ class MemoryFetch(ReadingFetch):
         return most
 
     def _compared(self) -> list[int]:
-        if not self._verify:
-            return []
-        return [*self._by_host, *self._paths.buffered, *self._paths.ringed]
+        return self._one_by_one if self._verify else []
 
     @property
     def _by_host(self) -> list[int]:
         """The chunks that are read straight from host memory."""
         return [chunk for chunk in self._paths.straight if chunk not in self._paths.opened]
 
+    @property
+    def _one_by_one(self) -> list[int]:
+        """The chunks that are read each by itself; of those read straight, the hashed ones are."""
+        straight = self._by_host if self._verify else []
+        return [*straight, *self._paths.buffered, *self._paths.ringed]
+
     def _begin(self) -> None:
-        paths, places = self._paths, self._places
+        places = self._places
         if places.live:
             self.landing.torn = True
-        if self._verify or paths.buffered or paths.ringed:
+        if self._one_by_one:
             places.host  # noqa: B018  # made here, not by the threads that write to it
         if self._verify:
             _clear(self._of(places.host, self._by_host).without(self._sources))
-            self._read_chunks(self._by_host, paths.buffered)
         else:
             self._read_straight()
-            self._read_chunks([], paths.buffered)
-        if paths.ringed:
-            self._fill_with(paths.ringed)
-            self._talk.send(m.RouteNote(m.write(NeedsRing())))
+        self._read_again(self._one_by_one)
 
     def _read_again(self, chunks: list[int]) -> None:
-        again, paths = set(chunks), self._paths
-        self._read_chunks(again.intersection(self._by_host), again.intersection(paths.buffered))
-        self._fill_with([chunk for chunk in paths.ringed if chunk in again])
+        buffered, ringed = set(self._paths.buffered), set(self._paths.ringed)
+        for chunk in chunks:
+            if chunk not in ringed:
+                read = self._read_chunk if chunk in buffered else self._read_and_hash
+                self._submit(partial(read, chunk))
+        self._unfilled = [chunk for chunk in chunks if chunk in ringed]
+        self._outstanding += len(self._unfilled)
         if self._ring is not None:
             self._ask(range(self._ring.record.slots))
+        elif self._unfilled:
+            self._talk.send(m.RouteNote(m.write(NeedsRing())))
 
     def _lost(self, fault: Exception) -> Exception:
         if not isinstance(fault, OtherMemoryError):
@@ -275,12 +286,6 @@ class MemoryFetch(ReadingFetch):
         read(self._facts.place.pid, batch)
         return ReadDone(batch.nbytes)
 
-    def _read_chunks(self, straight: Iterable[int], buffered: Iterable[int]) -> None:
-        for chunk in straight:
-            self._submit(partial(self._read_and_hash, chunk))
-        for chunk in buffered:
-            self._submit(partial(self._read_chunk, chunk))
-
     def _read_and_hash(self, chunk: int) -> ReadDone:
         """Some at a time: each piece is hashed where it has come to lie while it is in cache."""
         begin, size = self._chunks.offsets[chunk], self._chunks.sizes[chunk]
@@ -307,10 +312,6 @@ class MemoryFetch(ReadingFetch):
         return ReadDone(size)
 
     # Through the ring
-
-    def _fill_with(self, chunks: list[int]) -> None:
-        self._unfilled = list(chunks)
-        self._outstanding += len(chunks)
 
     def _ask(self, slots: Iterable[int]) -> None:
         """Ask for a chunk in each of these slots, which are free."""

@@ -156,9 +156,7 @@ def pack(memory: Runs, allocations: list[_Allocation]) -> bytes:
     sizes = (memory.stops - memory.starts)[order]
     ours = Runs(memory.addresses[order], memory.starts[order], sizes)  # by address
     numbers = np.arange(len(allocations), dtype=np.uint64) << np.uint64(_APART)
-    theirs = Runs(
-        [one.base for one in allocations], numbers, [one.nbytes for one in allocations]
-    )
+    theirs = Runs([one.base for one in allocations], numbers, [one.nbytes for one in allocations])
     _, positions, there, nbytes = moves(ours, theirs)
     return Runs.unordered(positions, there, nbytes).pack()
 
@@ -169,7 +167,9 @@ def _export(address: int, number: int) -> _Allocation:
         torch.cuda.current_stream().query()  # makes the device's context this thread's
         base, nbytes = _range_at(address)
         code = driver().cuIpcGetMemHandle(ctypes.byref(handle), ctypes.c_uint64(base))
-        check(code, "export this memory: expandable_segments, or another allocator than torch's own")
+        check(
+            code, "export this memory: expandable_segments, or another allocator than torch's own"
+        )
     return _Allocation(base, nbytes, Export(number, place.device_id(device), bytes(handle)))
 
 
