@@ -18,12 +18,12 @@ import numpy as np
 import pytest
 import torch
 
-from tests.support.gpu_on_host import hash_on_host
+from tests.support.gpu_on_host import hash_on_host, landed
 from torchrelay.geometry.chunks import Chunks
 from torchrelay.geometry.runs import Moves, Runs, copy_one_by_one
 from torchrelay.memory.gpu import device_chunks, kernels
 from torchrelay.memory.gpu.device_chunks import DeviceChunks
-from torchrelay.memory.host import at_address
+from torchrelay.memory.pages import at_address
 from torchrelay.record.digest import CELL_BYTES, digest
 from torchrelay.transports.resources import Resources
 from torchrelay.transports.routes import cuda_ipc
@@ -45,6 +45,7 @@ def no_stream() -> Iterator[NoStream]:
 def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernels, "copy", lambda moves, device: copy_one_by_one(moves))
     monkeypatch.setattr(kernels, "digests", hash_on_host)
+    monkeypatch.setattr(kernels, "kernels", lambda device: object())
     monkeypatch.setattr(kernels, "device_bytes", lambda at, nbytes, device: at_address(at, nbytes))
     for module in (cuda_ipc, kernels):
         monkeypatch.setattr(module, "side_stream", no_stream)
@@ -150,7 +151,7 @@ def test_a_bit_that_flips_where_it_was_copied_to_is_found_in_its_chunk(
     def flipped(hashed: Any, device: int) -> torch.Tensor:
         hash_on_host(hashed, device)
         scene.here[at] ^= 8
-        return hash_on_host(hashed.landed if hashed.copies else hashed, device)
+        return hash_on_host(landed(hashed) if hashed.copies else hashed, device)
 
     monkeypatch.setattr(kernels, "digests", flipped)
     scene.fetch._copy_device_memory(scene.every)

@@ -131,7 +131,7 @@ class CudaFetch(MemoryFetch):
 
     def _copied_and_hashed(self, both: Moves, chunks: list[int], device: int) -> bool:
         """Copy within a device and hash on the way, if that is faster than one after the other."""
-        if not kernels.in_words(both):
+        if kernels.kernels(device) is None or not kernels.in_words(both):
             kernels.copy(both, device)
             return False
         offsets, sizes = self._chunks.offsets, self._chunks.sizes
