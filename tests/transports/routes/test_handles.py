@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import threading
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -166,10 +165,6 @@ class Allocations:
         base = max(base for base in self.ids if base <= address)
         return handles._Allocation(base, 64, Export(number, "gpu", bytes(64)))
 
-    def cuPointerGetAttribute(self, to: ctypes.c_void_p, _: object, base: ctypes.c_uint64) -> int:
-        ctypes.c_uint64.from_address(to.value or 0).value = self.ids[base.value]
-        return 0
-
 
 @pytest.fixture
 def allocations(monkeypatch: pytest.MonkeyPatch) -> Allocations:
@@ -177,7 +172,6 @@ def allocations(monkeypatch: pytest.MonkeyPatch) -> Allocations:
     made = Allocations(1024, 1088, 4096)
     monkeypatch.setattr(handles, "_export", made.export)
     monkeypatch.setattr(handles, "_id_at", lambda at: made.ids[max(b for b in made.ids if b <= at)])
-    monkeypatch.setattr(handles, "brief_driver", lambda: made)
     return made
 
 

@@ -16,14 +16,14 @@ import threading
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, NamedTuple
 
 import msgspec
 import numpy as np
 import torch
 from msgspec import Meta
 
-from torchrelay.geometry.runs import Column, Runs, moves, reached
+from torchrelay.geometry.runs import Runs, moves
 from torchrelay.memory.gpu.kernels import CudaError, brief_driver, check, device_at, driver
 from torchrelay.transports.routes.host import place
 from torchrelay.transports.wire.messages import Name, Serial
@@ -52,7 +52,7 @@ class _Handle(ctypes.Structure):
 def _id_at(address: int) -> int:
     """The id of the allocation at an address."""
     number = ctypes.c_uint64()
-    ask = driver().cuPointerGetAttribute
+    ask = brief_driver().cuPointerGetAttribute
     check(ask(ctypes.byref(number), _BUFFER_ID, ctypes.c_uint64(address)), "tell allocations apart")
     return number.value
 
@@ -66,18 +66,12 @@ def _range_at(address: int) -> tuple[int, int]:
     return base.value, nbytes.value
 
 
-class _Allocation:
-    """An allocation of this process, with what a call of the driver takes that asks for its id."""
+class _Allocation(NamedTuple):
+    """An allocation of this process."""
 
-    def __init__(self, base: int, nbytes: int, export: Export) -> None:
-        self.base, self.nbytes, self.export = base, nbytes, export
-        self._id = ctypes.c_ulonglong()
-        address = ctypes.c_void_p(ctypes.addressof(self._id))
-        self._ask = address, ctypes.c_int(_BUFFER_ID), ctypes.c_uint64(base)
-
-    def holds(self, ask: Any) -> bool:
-        """Whether the driver still has it under its id."""
-        return not ask(*self._ask) and self._id.value == self.export.id
+    base: int
+    nbytes: int
+    export: Export
 
 
 def export_of(address: int) -> Export:
@@ -93,10 +87,10 @@ class Exported(NamedTuple):
 
 
 class Exports:
-    """The sender's end: allocations that were exported, by address. Threads may share it."""
+    """The sender's end: allocations that were exported. Threads may share it."""
 
     def __init__(self) -> None:
-        self._known: dict[int, _Allocation] = {}  # by their first address
+        self._known: dict[int, _Allocation] = {}  # by id
         self._lock = threading.Lock()
 
     def of(self, memory: Runs) -> Exported:
@@ -107,46 +101,26 @@ class Exports:
         order = np.argsort(memory.addresses)
         lows = memory.addresses[order]
         highs = lows + (memory.stops - memory.starts)[order]
+        found: list[_Allocation] = []
+        end = 0  # all memory below it is in those found
         with self._lock:
-            found = self._known_ones(lows, highs) or self._found(lows.tolist(), highs.tolist())
+            while (run := int(np.searchsorted(highs, np.uint64(end), side="right"))) < len(highs):
+                one = self._at(max(int(lows[run]), end))
+                found.append(one)
+                end = one.base + one.nbytes
         return Exported(tuple(one.export for one in found), pack(memory, found))
+
+    def _at(self, address: int) -> _Allocation:
+        """The allocation at an address, exported once."""
+        number = _id_at(address)
+        if number not in self._known:
+            if len(self._known) >= MAX_KEPT:
+                self._known.clear()
+            self._known[number] = _export(address, number)
+        return self._known[number]
 
     def close(self) -> None:
         """The driver keeps nothing for an export."""
-
-    def _known_ones(self, lows: Column, highs: Column) -> list[_Allocation]:
-        """The allocations that hold the memory, in order of address, if all of them are known and
-        unchanged; else nothing."""
-        known = [self._known[base] for base in sorted(self._known)]
-        if not known:
-            return []
-        bases = np.array([one.base for one in known], np.uint64)
-        ends = bases + np.array([one.nbytes for one in known], np.uint64)
-        first = np.searchsorted(bases, lows, side="right") - 1
-        last = np.searchsorted(bases, highs, side="left") - 1
-        # Tensors that follow each other may reach from one allocation into the next.
-        gaps = np.append(0, np.cumsum(bases[1:] != ends[:-1]))
-        if (first < 0).any() or (highs > ends[last]).any() or (gaps[first] != gaps[last]).any():
-            return []
-        found = [known[n] for n in np.flatnonzero(reached(first, last, len(known))).tolist()]
-        # Calls that return at once: giving the interpreter away would take longer.
-        ask = brief_driver().cuPointerGetAttribute
-        return found if all(one.holds(ask) for one in found) else []
-
-    def _found(self, lows: list[int], highs: list[int]) -> list[_Allocation]:
-        """The same, as the driver tells."""
-        found: list[_Allocation] = []
-        reach = 0  # all memory below it is in those found
-        for low, high in zip(lows, highs, strict=True):
-            at = max(low, reach)
-            while at < high:
-                one = _export(at, _id_at(at))
-                if len(self._known) >= MAX_KEPT:
-                    self._known.clear()
-                self._known[one.base] = one
-                found.append(one)
-                at = reach = one.base + one.nbytes
-        return found
 
 
 def pack(memory: Runs, allocations: list[_Allocation]) -> bytes:
