@@ -132,9 +132,7 @@ def copy(moves: Moves, device: int) -> None:
     with torch.cuda.device(device):
         loaded = kernels(device)
         if loaded is None:
-            columns = (moves.sources, moves.destinations, moves.nbytes)
-            for source, to, nbytes in zip(*(column.tolist() for column in columns), strict=True):
-                device_bytes(to, nbytes, device).copy_(device_bytes(source, nbytes, device))
+            copy_one_by_one(moves, device, device)
             return
         cut = moves.cut(TILE)
         if len(cut.nbytes):
@@ -142,6 +140,13 @@ def copy(moves: Moves, device: int) -> None:
             table = on_device(rows, device)
             grid = min(loaded.processors * BLOCKS_PER_PROCESSOR, len(rows))
             launch(loaded.copy, grid, COPY_THREADS, [table.data_ptr(), len(rows)])
+
+
+def copy_one_by_one(moves: Moves, there: int, here: int) -> None:
+    """Ask a device to copy memory of another one that it can reach, or its own, by many calls."""
+    columns = (moves.sources, moves.destinations, moves.nbytes)
+    for source, to, nbytes in zip(*(column.tolist() for column in columns), strict=True):
+        device_bytes(to, nbytes, here).copy_(device_bytes(source, nbytes, there))
 
 
 @dataclass(frozen=True)

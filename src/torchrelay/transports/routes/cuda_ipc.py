@@ -106,8 +106,8 @@ class CudaFetch(MemoryFetch):
         super()._begin()
         self._copy_device_memory(sorted(self._paths.opened))
 
-    def _read_again(self, chunks: list[int]) -> None:
-        super()._read_again([chunk for chunk in chunks if chunk not in self._paths.opened])
+    def _read_chunks(self, chunks: list[int]) -> None:
+        super()._read_chunks([chunk for chunk in chunks if chunk not in self._paths.opened])
         self._copy_device_memory([chunk for chunk in chunks if chunk in self._paths.opened])
 
     def _copy_device_memory(self, chunks: list[int]) -> None:
@@ -122,7 +122,7 @@ class CudaFetch(MemoryFetch):
                 else:
                     hashed = False
                     for there, theirs in self._opened.items():
-                        _copy(moves(theirs, ours), there, here)
+                        kernels.copy_one_by_one(moves(theirs, ours), there, here)
                 stream.synchronize()
             if self._digests and not hashed:
                 self._mine |= self._on_gpu.digests(mine)
@@ -145,14 +145,6 @@ class CudaFetch(MemoryFetch):
     def close(self) -> None:
         super().close()
         self._open.close()
-
-
-def _copy(both: Moves, there: int, here: int) -> None:
-    """From one GPU to another that can reach it, or within one."""
-    columns = (both.sources, both.destinations, both.nbytes)
-    for source, to, nbytes in zip(*(column.tolist() for column in columns), strict=True):
-        target = kernels.device_bytes(to, nbytes, here)
-        target.copy_(kernels.device_bytes(source, nbytes, there))
 
 
 def _fetch(facts: bytes, incoming: r.Incoming) -> CudaFetch | r.Unavailable:

@@ -7,7 +7,6 @@ buffers, as it asks for them.
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Iterable
 from functools import partial
 from typing import Annotated, NamedTuple
@@ -238,14 +237,14 @@ class MemoryFetch(ReadingFetch):
             _clear(self._of(places.host, self._by_host).without(self._sources))
         else:
             self._read_straight()
-        self._read_again(self._one_by_one)
+        self._read_chunks(self._one_by_one)
 
-    def _read_again(self, chunks: list[int]) -> None:
+    def _read_chunks(self, chunks: list[int]) -> None:
         buffered, ringed = set(self._paths.buffered), set(self._paths.ringed)
         for chunk in chunks:
             if chunk not in ringed:
-                read = self._read_chunk if chunk in buffered else self._read_and_hash
-                self._submit(partial(read, chunk))
+                job = self._read_buffered if chunk in buffered else self._read_and_hash
+                self._submit(partial(job, chunk))
         self._unfilled = [chunk for chunk in chunks if chunk in ringed]
         self._outstanding += len(self._unfilled)
         if self._ring is not None:
@@ -297,19 +296,16 @@ class MemoryFetch(ReadingFetch):
         self._mine[chunk] = rolling.end(begin + size)
         return ReadDone(size)
 
-    def _read_chunk(self, chunk: int) -> ReadDone:
+    def _read_buffered(self, chunk: int) -> ReadDone:
         """By way of a buffer, for what does not land in host memory as it comes."""
-        begin, size = self._chunks.offsets[chunk], self._chunks.sizes[chunk]
+
+        def fill(found: Moves) -> None:
+            for batch in batches(found):
+                read(self._facts.place.pid, batch)
+
         pinned = len(self._places.device.starts) > 0
-        data = self._incoming.member.buffer(max(self._chunks.sizes), pinned=pinned)[:size]
-        whole = Runs([begin], [data.data_ptr()], [size])
-        parts = batches(moves(self._sources, whole))
-        if sum(part.nbytes for part in parts) < size:
-            ctypes.memset(data.data_ptr(), 0, size)  # alignment leaves gaps, which are zeros
-        for part in parts:
-            read(self._facts.place.pid, part)
-        self._land(chunk, data)
-        return ReadDone(size)
+        buffer = self._incoming.member.buffer(max(self._chunks.sizes), pinned=pinned)
+        return self._read_and_land(chunk, self._sources, buffer, fill)
 
     # Through the ring
 

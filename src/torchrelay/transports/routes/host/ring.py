@@ -14,7 +14,7 @@ import mmap
 import os
 import threading
 from collections.abc import Callable
-from typing import Annotated, Any
+from typing import Annotated
 
 import msgspec
 import torch
@@ -151,17 +151,16 @@ class MappedRing:
                 raise OSError("the ring is smaller than it should be")
             if not fcntl.fcntl(fd, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK:
                 raise OSError("the ring may become smaller while it is in use")
-            self._map: Any = mmap.mmap(fd, nbytes)
+            self.tensor = torch.frombuffer(mmap.mmap(fd, nbytes), dtype=torch.uint8)
         finally:
             os.close(fd)
-        self.tensor = torch.frombuffer(self._map, dtype=torch.uint8)
         self.pinned = pinned and register(self.tensor.data_ptr(), nbytes) == 0
 
     def close(self) -> None:
         if self.pinned:
             unregister(self.tensor.data_ptr())
             self.pinned = False
-        self.tensor, self._map = torch.empty(0, dtype=torch.uint8, device="cpu"), None
+        self.tensor = torch.empty(0, dtype=torch.uint8, device="cpu")  # unmaps it
 
     def __del__(self) -> None:
         # Memory that is unmapped while it is pinned cannot be pinned at the same address again.
