@@ -15,7 +15,7 @@ from torchrelay.transports.meeting.connection import Connection
 from torchrelay.transports.meeting.directory import Identity
 from torchrelay.transports.routes.cuda.handles import Export
 from torchrelay.transports.routes.group import GroupFacts
-from torchrelay.transports.routes.host.ring import Fill, NeedsRing, Ring
+from torchrelay.transports.routes.host.ring import Fill, Ring
 from torchrelay.transports.routes.memory import MemoryFacts, MemoryTable
 from torchrelay.transports.routes.nixl import NixlTable
 from torchrelay.transports.routes.tcp import TcpAnswer, TcpGo
@@ -23,7 +23,7 @@ from torchrelay.transports.wire import messages
 
 KINDS: tuple[Any, ...] = messages.MESSAGES
 ROUTE_KINDS: tuple[Any, ...] = (
-    *(MemoryFacts, MemoryTable, NeedsRing, Ring, Fill),
+    *(MemoryFacts, MemoryTable, Ring, Fill),
     *(Export, GroupFacts, NixlTable, TcpAnswer, TcpGo),
 )
 """What the ends of routes send to each other, within messages."""

@@ -30,10 +30,10 @@ from torchrelay.transports.routes.host.ring import (
     Fill,
     MappedRing,
     MappedRings,
-    NeedsRing,
     Ring,
     RingFiller,
     SharedRings,
+    slots_for,
 )
 from torchrelay.transports.routes.outgoing import Outgoing
 from torchrelay.transports.routes.reading import ReadDone, ReadingFetch
@@ -42,7 +42,6 @@ from torchrelay.transports.wire import messages as m
 IN_CACHE = 1 << 20  # bytes that are read and then hashed
 BUFFER_BYTES = 512 << 20  # of all threads that read, at most, unless one takes more
 _ZEROS = np.zeros(64 << 10, np.uint8)
-_to_sender: msgspec.msgpack.Decoder[NeedsRing | Fill] = msgspec.msgpack.Decoder(NeedsRing | Fill)
 _to_receiver: msgspec.msgpack.Decoder[Ring | Fill] = msgspec.msgpack.Decoder(Ring | Fill)
 
 
@@ -113,20 +112,15 @@ class MemoryService(r.RouteService):
     def hear(self, data: bytes) -> None:
         if self.outgoing is None:
             raise r.RouteFault("said something before the data began")
-        said = m.read_by(_to_sender, data)
-        if isinstance(said, Fill):
-            if self._ring is None:
-                raise r.RouteFault("asked for a chunk in a ring that it does not have")
-            self._ring.fill(said)
-            return
-        if self._ring is not None:
-            raise r.RouteFault("asked for a second ring")
-        rings = self._receiver.member.resources.of(SharedRings)
-        try:
-            self._ring = RingFiller(self.outgoing.snapshot, rings, self._say, self._receiver.report)
-        except MemoryError as fault:
-            raise r.RouteFault(f"no memory for a ring: {fault}") from fault
-        self._say(self._ring.record)
+        wanted = m.read_as(Fill, data)
+        if self._ring is None:
+            rings, report = self._receiver.member.resources.of(SharedRings), self._receiver.report
+            try:
+                self._ring = RingFiller(self.outgoing.snapshot, rings, self._say, report)
+            except MemoryError as fault:
+                raise r.RouteFault(f"no memory for a ring: {fault}") from fault
+            self._say(self._ring.record)
+        self._ring.fill(wanted)
 
     def _say(self, record: Ring | Fill) -> None:
         self._receiver.send(m.RouteNote(m.write(record)))
@@ -185,6 +179,7 @@ class MemoryFetch(ReadingFetch):
         self._places = self.landing.places()
         self._rings = incoming.member.resources.of(MappedRings)
         self._ring: MappedRing | None = None
+        self._slots, _ = slots_for(self._chunks.sizes)
         self._unfilled: list[int] = []  # chunks to ask for
         self._asked: dict[int, int] = {}  # by slot, the chunk that it was asked for
 
@@ -247,10 +242,8 @@ class MemoryFetch(ReadingFetch):
                 self._submit(partial(job, chunk))
         self._unfilled = [chunk for chunk in chunks if chunk in ringed]
         self._outstanding += len(self._unfilled)
-        if self._ring is not None:
-            self._ask(range(self._ring.record.slots))
-        elif self._unfilled:
-            self._talk.send(m.RouteNote(m.write(NeedsRing())))
+        if self._unfilled:
+            self._ask(range(self._slots))
 
     def _lost(self, fault: Exception) -> Exception:
         if not isinstance(fault, OtherMemoryError):
@@ -320,16 +313,18 @@ class MemoryFetch(ReadingFetch):
         filled = m.read_by(_to_receiver, data)
         if isinstance(filled, Ring):
             self._map_ring(filled)
-            self._ask(range(filled.slots))
-        elif self._asked.pop(filled.slot, None) != filled.chunk:
+        elif self._ring is None or self._asked.pop(filled.slot, None) != filled.chunk:
             text = f"slot {filled.slot} with chunk {filled.chunk}, which was not asked for"
             raise self._wrong(text)
         else:
             self._submit(partial(self._take_slot, filled), counted=True)
 
     def _map_ring(self, record: Ring) -> None:
-        if self._ring is not None or record.slot_bytes < max(self._chunks.sizes, default=0):
-            raise self._wrong("a second ring, or one that does not hold a chunk")
+        fits = record.slots >= self._slots and record.slot_bytes >= max(
+            self._chunks.sizes, default=0
+        )
+        if self._ring is not None or not self._asked or not fits:
+            raise self._wrong("a second ring, or one that does not hold the chunks")
         sender, process = self._talk.sender, self._facts.process
         try:
             self._ring = self._rings.take(sender, process, record, pinned=in_use())
