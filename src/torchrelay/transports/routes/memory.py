@@ -320,9 +320,8 @@ class MemoryFetch(ReadingFetch):
             self._submit(partial(self._take_slot, filled), counted=True)
 
     def _map_ring(self, record: Ring) -> None:
-        fits = record.slots >= self._slots and record.slot_bytes >= max(
-            self._chunks.sizes, default=0
-        )
+        largest = max(self._chunks.sizes, default=0)
+        fits = record.slots >= self._slots and record.slot_bytes >= largest
         if self._ring is not None or not self._asked or not fits:
             raise self._wrong("a second ring, or one that does not hold the chunks")
         sender, process = self._talk.sender, self._facts.process
