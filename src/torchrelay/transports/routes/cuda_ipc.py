@@ -102,13 +102,10 @@ class CudaFetch(MemoryFetch):
     def _compared(self) -> list[int]:
         return [*super()._compared(), *(self._paths.opened if self._digests else ())]
 
-    def _begin(self) -> None:
-        super()._begin()
-        self._copy_device_memory(sorted(self._paths.opened))
-
     def _read_chunks(self, chunks: list[int]) -> None:
-        super()._read_chunks([chunk for chunk in chunks if chunk not in self._paths.opened])
-        self._copy_device_memory([chunk for chunk in chunks if chunk in self._paths.opened])
+        opened = self._paths.opened.intersection(chunks)
+        super()._read_chunks([chunk for chunk in chunks if chunk not in opened])
+        self._copy_device_memory(sorted(opened))
 
     def _copy_device_memory(self, chunks: list[int]) -> None:
         """Returns when all of it is in its place, and hashed if it should be."""

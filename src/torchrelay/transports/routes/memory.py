@@ -218,7 +218,7 @@ class MemoryFetch(ReadingFetch):
 
     @property
     def _one_by_one(self) -> list[int]:
-        """The chunks that are read each by itself; of those read straight, the hashed ones are."""
+        """The chunks that are read one at a time: of those read straight, the hashed ones."""
         straight = self._by_host if self._verify else []
         return [*straight, *self._paths.buffered, *self._paths.ringed]
 
@@ -232,7 +232,7 @@ class MemoryFetch(ReadingFetch):
             _clear(self._of(places.host, self._by_host).without(self._sources))
         else:
             self._read_straight()
-        self._read_chunks(self._one_by_one)
+        self._read_chunks([*self._one_by_one, *self._paths.opened])
 
     def _read_chunks(self, chunks: list[int]) -> None:
         buffered, ringed = set(self._paths.buffered), set(self._paths.ringed)
