@@ -95,14 +95,15 @@ def exact(rounds: int, seed: int) -> int:
         got = kernels.digests(hashed, 0).cpu().numpy()
         for row, (found, digest) in enumerate(zip(got, wanted, strict=True)):
             assert found.tobytes() == digest, f"seed {seed}: chunk {row}: {chunks[row]}"
-        to, landed, expected = _targets(draw, runs, image, base)
-        copying = kernels.ChunkTable.of(
-            memory, begin, begin + np.array(sizes, np.uint64), Runs.of(landed)
-        )
-        again = kernels.digests(copying, 0).cpu().numpy()
-        assert (again == got).all(), f"seed {seed}: digests of what was copied"
-        assert (to.cpu().numpy() == expected).all(), f"seed {seed}: copied with other bits"
-        compared += 2 * len(wanted)
+        compared += len(wanted)
+        if kernels.kernels(0) is not None:  # they alone copy and hash at once
+            to, landed, expected = _targets(draw, runs, image, base)
+            end = begin + np.array(sizes, np.uint64)
+            copying = kernels.ChunkTable.of(memory, begin, end, Runs.of(landed))
+            again = kernels.digests(copying, 0).cpu().numpy()
+            assert (again == got).all(), f"seed {seed}: digests of what was copied"
+            assert (to.cpu().numpy() == expected).all(), f"seed {seed}: copied with other bits"
+            compared += len(wanted)
         _copies(draw, pool, image)
     return compared
 

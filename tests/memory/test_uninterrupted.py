@@ -91,17 +91,18 @@ def test_exceptions_again_and_again_do_not_end_it_before(alarm: Callable[[float]
 
 
 def test_a_call_that_had_not_begun_never_does(monkeypatch: pytest.MonkeyPatch) -> None:
-    jobs: list[Callable[[], None]] = []
+    """The exception comes when the call is known, and before a thread has it."""
+    called: list[int] = []
+    known = threads.Running()
 
-    def late(job: Callable[[], None], name: str) -> None:
-        jobs.append(job)
+    def late(job: Callable[[], None], name: str, among: list[threads.Running]) -> None:
+        among.append(known)
         raise Hit
 
     monkeypatch.setattr(threads, "run", late)
     with pytest.raises(Hit):
-        uninterrupted(jobs.clear)
-    jobs[0]()
-    assert len(jobs) == 1
+        uninterrupted(lambda: called.append(1))
+    assert known.wait(0) and not called
 
 
 def test_nothing_is_kept_alive_by_a_call_that_failed() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 
+import numpy as np
 import torch
 import xxhash
 
@@ -26,3 +27,11 @@ def hash_on_host(hashed: ChunkTable, device: int) -> torch.Tensor:
             first, at = first + 1, end
         rows.append(list(digest.digest()))
     return torch.tensor(rows, dtype=torch.uint8).view(-1, 16)
+
+
+def landed(copied: ChunkTable) -> ChunkTable:
+    """The chunks of a table where it has copied them to."""
+    base, end, to = copied.segments.T
+    segments = np.stack([to, end, np.zeros_like(base)], axis=1)
+    numbers = np.concatenate((copied.chunks.ravel(), segments.ravel()))
+    return ChunkTable(numbers, copied.count, False)

@@ -14,9 +14,8 @@ from tests.support.ways import patched
 from torchrelay.transports.meeting.connection import Connection
 from torchrelay.transports.meeting.directory import Identity
 from torchrelay.transports.routes.cuda.handles import Export
-from torchrelay.transports.routes.cuda_ipc import DeviceFacts, DeviceTable
 from torchrelay.transports.routes.group import GroupFacts
-from torchrelay.transports.routes.host.ring import Fill, NeedsRing, Ring
+from torchrelay.transports.routes.host.ring import Fill, Ring
 from torchrelay.transports.routes.memory import MemoryFacts, MemoryTable
 from torchrelay.transports.routes.nixl import NixlTable
 from torchrelay.transports.routes.tcp import TcpAnswer, TcpGo
@@ -24,8 +23,8 @@ from torchrelay.transports.wire import messages
 
 KINDS: tuple[Any, ...] = messages.MESSAGES
 ROUTE_KINDS: tuple[Any, ...] = (
-    *(MemoryFacts, MemoryTable, NeedsRing, Ring, Fill),
-    *(DeviceFacts, DeviceTable, Export, GroupFacts, NixlTable, TcpAnswer, TcpGo),
+    *(MemoryFacts, MemoryTable, Ring, Fill),
+    *(Export, GroupFacts, NixlTable, TcpAnswer, TcpGo),
 )
 """What the ends of routes send to each other, within messages."""
 OTHER_KINDS: tuple[Any, ...] = (Identity,)

@@ -8,14 +8,12 @@ comes up here meanwhile is raised when the work is over.
 from __future__ import annotations
 
 import contextvars
-import threading
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import TypeVar
 
 import torch
 
-from torchrelay.deadlines import wait_until_set
 from torchrelay.memory import threads
 from torchrelay.memory.gpu.side import in_use
 
@@ -27,39 +25,34 @@ def uninterrupted(act: Callable[[], T], hurry: Callable[[], None] = lambda: None
     called if an exception comes up here meanwhile."""
     results: list[T] = []
     faults: list[BaseException] = []
-    claim = threading.Lock()  # taken by the thread that acts, or by a caller that gave up before
-    over = threading.Event()
+    begun: list[threads.Running] = []
     context = contextvars.copy_context()
     # The modes that torch keeps per thread and a commit depends on, as this thread has them.
     grad, inference = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
     device = torch.cuda.device(torch.cuda.current_device()) if in_use() else nullcontext()
 
     def run() -> None:
-        if not claim.acquire(blocking=False):
-            return
         try:
             with torch.inference_mode(inference), torch.set_grad_enabled(grad), device:
                 results.append(context.run(act))
         except BaseException as fault:
             faults.append(fault)
-        over.set()
 
     try:
-        threads.run(run, "worker")
-        wait_until_set(over)
+        threads.run(run, "worker", among=begun).wait()
     except BaseException:
-        _wait_out(claim, over, hurry)
+        _end(begun, hurry)
         raise
     if faults:
         raise faults.pop()
     return results.pop()
 
 
-def _wait_out(claim: threading.Lock, over: threading.Event, hurry: Callable[[], None]) -> None:
+def _end(begun: list[threads.Running], hurry: Callable[[], None]) -> None:
     """Return when the work is over, or will never begin. Another exception does not change that."""
     try:
         hurry()
-        if not claim.acquire(blocking=False):
-            wait_until_set(over)
+        for running in begun:
+            running.end()
     except BaseException:
-        _wait_out(claim, over, hurry)
+        _end(begun, hurry)

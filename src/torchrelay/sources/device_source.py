@@ -18,7 +18,7 @@ import torch
 
 from torchrelay.deadlines import Deadline
 from torchrelay.errors import DamagedError, EndpointError, PeerLostError, RelayError
-from torchrelay.memory.gpu.kernels import device_bytes
+from torchrelay.memory.gpu.kernels import CudaError, device_bytes
 from torchrelay.memory.gpu.volumes import digests_of_volumes
 from torchrelay.record.schema import Record, VolumeRecord
 from torchrelay.results import Loaded, Outcome
@@ -36,7 +36,6 @@ from torchrelay.stores.seam import DataReader, DeviceRun
 from torchrelay.stores.writer.frames import has_hung_up
 from torchrelay.transports.routes.cuda.handles import (
     Export,
-    IpcError,
     Opening,
     close_opening,
     open_export,
@@ -66,7 +65,7 @@ class LentDevice:
                 raise OSError("the server lends no memory of a GPU")
             try:
                 opened = open_export(Export(export.id, export.device, export.handle))
-            except IpcError as fault:
+            except CudaError as fault:
                 raise OSError(str(fault)) from None
             resources.callback(_close, opened)
             self.device, self.address = opened.device, opened.pointer

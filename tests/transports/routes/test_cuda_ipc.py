@@ -18,16 +18,18 @@ import numpy as np
 import pytest
 import torch
 
-from tests.support.gpu_on_host import hash_on_host
+from tests.support.gpu_on_host import hash_on_host, landed
 from torchrelay.geometry.chunks import Chunks
 from torchrelay.geometry.runs import Moves, Runs, copy_one_by_one
 from torchrelay.memory.gpu import device_chunks, kernels
 from torchrelay.memory.gpu.device_chunks import DeviceChunks
-from torchrelay.memory.host import at_address
+from torchrelay.memory.pages import at_address
 from torchrelay.record.digest import CELL_BYTES, digest
 from torchrelay.transports.resources import Resources
 from torchrelay.transports.routes import cuda_ipc
-from torchrelay.transports.routes.cuda_ipc import CudaFetch
+from torchrelay.transports.routes.cuda_ipc import CudaFetch, CudaService
+from torchrelay.transports.routes.route import Link, RouteFault
+from torchrelay.transports.wire.messages import Accept
 
 
 class NoStream:
@@ -43,6 +45,7 @@ def no_stream() -> Iterator[NoStream]:
 def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernels, "copy", lambda moves, device: copy_one_by_one(moves))
     monkeypatch.setattr(kernels, "digests", hash_on_host)
+    monkeypatch.setattr(kernels, "kernels", lambda device: object())
     monkeypatch.setattr(kernels, "device_bytes", lambda at, nbytes, device: at_address(at, nbytes))
     for module in (cuda_ipc, kernels):
         monkeypatch.setattr(module, "side_stream", no_stream)
@@ -148,7 +151,7 @@ def test_a_bit_that_flips_where_it_was_copied_to_is_found_in_its_chunk(
     def flipped(hashed: Any, device: int) -> torch.Tensor:
         hash_on_host(hashed, device)
         scene.here[at] ^= 8
-        return hash_on_host(hashed.landed if hashed.copies else hashed, device)
+        return hash_on_host(landed(hashed) if hashed.copies else hashed, device)
 
     monkeypatch.setattr(kernels, "digests", flipped)
     scene.fetch._copy_device_memory(scene.every)
@@ -182,3 +185,10 @@ def test_words_are_copied_and_hashed_at_once(monkeypatch: pytest.MonkeyPatch) ->
     assert scene.wrong() == []
     odd = Moves(*(np.array([n], np.uint64) for n in (0, 3, 0, 64)))
     assert not kernels.in_words(odd)
+
+
+def test_a_receiver_that_was_not_offered_the_route_gets_no_exports() -> None:
+    """The sender did not find its process: a handle would open the memory for another one."""
+    nothing: Any = SimpleNamespace()
+    with pytest.raises(RouteFault, match="not offered"):
+        CudaService(nothing).begin(nothing, Accept("cuda_ipc"), Link(1))

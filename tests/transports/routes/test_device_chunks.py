@@ -137,7 +137,7 @@ class Counts:
                 stack.enter_context(patched(Incoming, on_gpu=landed))
             stack.enter_context(patched(outgoing_module, digest_of=on_host))
             stack.enter_context(patched(chunk_receiver, digest_of=on_host))
-            stack.enter_context(patched(reading, digest=on_host))
+            stack.enter_context(patched(reading, digest_of=on_host))
             yield
 
 

@@ -14,10 +14,11 @@ import torch
 import xxhash
 
 from torchrelay.geometry.runs import Runs
+from torchrelay.memory.gpu.kernels import CudaError
 from torchrelay.stores.seam import Buffer
 from torchrelay.stores.writer.file_writer import FileSpec, FileWriter, Range, Staged
 from torchrelay.transports.routes.cuda import handles
-from torchrelay.transports.routes.cuda.handles import Export, IpcError, pack, sources
+from torchrelay.transports.routes.cuda.handles import Export, pack, sources
 
 
 def allocation(base: int, nbytes: int, number: int) -> handles._Allocation:
@@ -58,7 +59,9 @@ def test_every_byte_is_found_again_at_its_place_in_the_opened_memory(seed: int) 
 
 
 def columns(*rows: tuple[int, int, int, int]) -> bytes:
-    return np.array(rows, "<u8").T.tobytes()
+    """Position in the stream, bytes, export and offset of runs, as `pack` writes them."""
+    packed = [(at, (export << handles._APART) + offset, size) for at, size, export, offset in rows]
+    return np.array(packed, "<u8").T.tobytes()
 
 
 @pytest.mark.parametrize(
@@ -66,18 +69,25 @@ def columns(*rows: tuple[int, int, int, int]) -> bytes:
     [
         (b"1234567", "torn"),
         (columns((0, 0, 0, 0)), "no size"),
-        (columns((0, 1 << 60, 0, 0)), "beyond all bounds"),
-        (columns((0, 8, 0, (1 << 64) - 8)), "beyond all bounds"),
-        (columns((0, 8, 0, 0), (4, 8, 0, 0)), "order"),
-        (columns((96, 8, 0, 0)), "order"),
+        (columns((0, 1 << 60, 0, 0)), "outside the stream"),
+        (columns((0, 8, 0, (1 << 64) - 8)), "no export"),
+        (columns((0, 8, 0, (1 << 44) - 8)), "outside of an export"),
+        (columns((0, 8, 0, 0), (4, 8, 0, 0)), "overlaps"),
+        (columns((96, 8, 0, 0)), "outside the stream"),
         (columns((0, 8, 2, 0)), "no export"),
         (columns((0, 8, 0, 60)), "outside"),
         (columns((0, 65, 1, 0)), "outside"),
     ],
 )
 def test_a_table_that_cannot_be_is_refused(table: bytes, what: str) -> None:
-    with pytest.raises(IpcError, match=what):
+    with pytest.raises(CudaError, match=what):
         sources(table, [opened(1 << 40, 64), opened(2 << 40, 64, 1)], 100)
+
+
+def test_a_table_without_exports_has_no_memory() -> None:
+    assert sources(b"", [], 100) == {}
+    with pytest.raises(CudaError, match="no export"):
+        sources(columns((0, 8, 0, 0)), [], 100)
 
 
 def test_memory_of_several_gpus_comes_apart() -> None:

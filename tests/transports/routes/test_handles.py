@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import threading
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -11,12 +10,12 @@ import numpy as np
 import pytest
 
 from torchrelay.geometry.runs import Runs
+from torchrelay.memory.gpu.kernels import CudaError
 from torchrelay.transports.routes.cuda import handles
 from torchrelay.transports.routes.cuda.handles import (
     Export,
     Exported,
     Exports,
-    IpcError,
     Openings,
 )
 
@@ -33,7 +32,7 @@ class Driver:
 
     def opened(self, export: Export) -> handles.Opening:
         if export.id in self.refused:
-            raise IpcError("CUDA cannot open the sender's memory")
+            raise CudaError("CUDA cannot open the sender's memory")
         self._next += 1 << 20
         self.open[self._next] = export.id
         return handles.Opening(self._next, 0, 64)
@@ -57,7 +56,7 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> Iterator[Driver]:
 def memory(*ids: int) -> Exported:
     """A state with 8 bytes in each of these allocations."""
     exports = tuple(Export(number, "gpu", bytes(64)) for number in ids)
-    rows = [(8 * n, 8, n, 0) for n in range(len(ids))]
+    rows = [(8 * n, n << handles._APART, 8) for n in range(len(ids))]
     return Exported(exports, np.array(rows, "<u8").T.tobytes())
 
 
@@ -100,7 +99,7 @@ def test_senders_do_not_close_each_others_memory(driver: Driver) -> None:
 def test_an_opening_that_fails_leaves_none_behind(driver: Driver) -> None:
     openings = Openings()
     driver.refused = {2}
-    with pytest.raises(IpcError), openings.borrowed(SENDER, memory(1, 2), 16):
+    with pytest.raises(CudaError), openings.borrowed(SENDER, memory(1, 2), 16):
         pass
     with openings.borrowed(SENDER, memory(3), 8):
         assert driver.ids == [3]
@@ -109,14 +108,14 @@ def test_an_opening_that_fails_leaves_none_behind(driver: Driver) -> None:
 def test_a_table_that_cannot_be_leaves_none_in_use(driver: Driver) -> None:
     openings = Openings()
     wrong = Exported(memory(1).exports, b"1234567")
-    with pytest.raises(IpcError), openings.borrowed(SENDER, wrong, 8):
+    with pytest.raises(CudaError), openings.borrowed(SENDER, wrong, 8):
         pass
     openings.close()
     assert driver.ids == []
 
 
 def test_an_allocation_that_is_exported_twice_is_refused(driver: Driver) -> None:
-    with pytest.raises(IpcError, match="twice"), Openings().borrowed(SENDER, memory(1, 1), 16):
+    with pytest.raises(CudaError, match="twice"), Openings().borrowed(SENDER, memory(1, 1), 16):
         pass
 
 
@@ -166,20 +165,13 @@ class Allocations:
         base = max(base for base in self.ids if base <= address)
         return handles._Allocation(base, 64, Export(number, "gpu", bytes(64)))
 
-    def cuPointerGetAttribute(self, to: ctypes.c_void_p, _: object, base: ctypes.c_uint64) -> int:
-        ctypes.c_uint64.from_address(to.value or 0).value = self.ids[base.value]
-        return 0
-
 
 @pytest.fixture
 def allocations(monkeypatch: pytest.MonkeyPatch) -> Allocations:
     """Two that follow each other, and one apart from them."""
     made = Allocations(1024, 1088, 4096)
     monkeypatch.setattr(handles, "_export", made.export)
-    monkeypatch.setattr(
-        handles, "_attribute", lambda at, which: made.ids[max(b for b in made.ids if b <= at)]
-    )
-    monkeypatch.setattr(handles, "brief_driver", lambda: made)
+    monkeypatch.setattr(handles, "_id_at", lambda at: made.ids[max(b for b in made.ids if b <= at)])
     return made
 
 

@@ -14,14 +14,14 @@ from tests.support.faults import CHUNK, attempt, received, weights
 from tests.support.messages import altering
 from tests.support.ways import by, patched
 from torchrelay.geometry.runs import Runs
-from torchrelay.transports.routes.host.ring import Fill, NeedsRing, Ring
+from torchrelay.transports.routes.host.ring import Fill, Ring
 from torchrelay.transports.routes.memory import MemoryService, MemoryTable
 from torchrelay.transports.routes.outgoing import Outgoing
 from torchrelay.transports.wire.messages import MAX_CHUNKS, Accept, Offer, RouteNote
 
 OLD, NEW = 100, 1
 TIMEOUT = 20.0
-_said = msgspec.msgpack.Decoder(NeedsRing | Ring | Fill)
+_said = msgspec.msgpack.Decoder(Ring | Fill)
 
 
 def table(*rows: tuple[int, int, int]) -> bytes:
@@ -86,6 +86,10 @@ REPLIES: dict[str, Callable[[Any], Any]] = {
     "small slots": lambda m: with_ring(m, slot_bytes=4096),
     "no ring": lambda m: RouteNote(b"") if isinstance(said_in(m), Ring) else m,
     "a second ring": lambda m: [m, m] if isinstance(said_in(m), Ring) else m,
+    "a slot before the ring": lambda m: (
+        RouteNote(msgspec.msgpack.encode(("fill", 0, 0))) if isinstance(said_in(m), Ring) else m
+    ),
+    "fewer slots": lambda m: with_ring(m, slots=1),
     "a short file": lambda m: with_ring(m, slots=8, slot_bytes=1 << 30),
     "no file": lambda m: with_ring(m, id=1 << 40, fd=1 << 20),
     "many threads": lambda m: (
@@ -149,8 +153,6 @@ def lying_receiver(rank: int, group: Any, name: str) -> Any:
         if isinstance(message, Accept) and name == "route":
             return Accept("teleport")
         said = said_in(message)
-        if isinstance(said, NeedsRing) and name == "two rings":
-            return [message, message]
         if not isinstance(said, Fill):
             return message
         chunk = {"chunk": 9999, "negative chunk": -1}.get(name, said.chunk)
@@ -163,10 +165,7 @@ def lying_receiver(rank: int, group: Any, name: str) -> Any:
     return first, received(relay, 0, live, OLD, 2, TIMEOUT)
 
 
-ASKED = (
-    *("route", "chunk", "negative chunk", "slot", "negative slot", "two rings"),
-    "again and again",
-)
+ASKED = (*("route", "chunk", "negative chunk", "slot", "negative slot", "again and again"),)
 
 
 @pytest.mark.parametrize("name", ASKED)

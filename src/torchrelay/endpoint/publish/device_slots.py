@@ -28,7 +28,7 @@ from torchrelay.plan.region import Region, Stream
 from torchrelay.sources.lent_memory import DeviceExport
 from torchrelay.stores.shares.share import Share
 from torchrelay.stores.writer.file_writer import host_view
-from torchrelay.transports.routes.cuda.handles import IpcError, export_of
+from torchrelay.transports.routes.cuda.handles import export_of
 
 MARGIN = 1 / 4  # of a GPU's memory that stays free where steps are kept there unasked
 USUAL_SLOTS = 2
@@ -174,7 +174,7 @@ class DeviceSlots:
         return ""
 
     def slot(self, number: int, share: Share, nbytes: int) -> DeviceSlot:
-        """A slot that can be written to. `MemoryError` or `IpcError` where it cannot be made."""
+        """A slot that can be written to. `MemoryError` or `CudaError` where it cannot be made."""
         device = _index(next(iter(set().union(*(one.devices for one in share.streams)))))
         found = self._slots.get(number)
         if found is not None and (found.block.nbytes < nbytes or found.block.device != device):
@@ -197,7 +197,7 @@ class DeviceSlots:
         self._slots.clear()
 
 
-UNABLE = (MemoryError, IpcError, CudaError)
+UNABLE = (MemoryError, CudaError)
 
 
 def check_choice(choice: str) -> str:

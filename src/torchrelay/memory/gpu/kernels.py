@@ -132,9 +132,7 @@ def copy(moves: Moves, device: int) -> None:
     with torch.cuda.device(device):
         loaded = kernels(device)
         if loaded is None:
-            columns = (moves.sources, moves.destinations, moves.nbytes)
-            for source, to, nbytes in zip(*(column.tolist() for column in columns), strict=True):
-                device_bytes(to, nbytes, device).copy_(device_bytes(source, nbytes, device))
+            copy_one_by_one(moves, device, device)
             return
         cut = moves.cut(TILE)
         if len(cut.nbytes):
@@ -142,6 +140,13 @@ def copy(moves: Moves, device: int) -> None:
             table = on_device(rows, device)
             grid = min(loaded.processors * BLOCKS_PER_PROCESSOR, len(rows))
             launch(loaded.copy, grid, COPY_THREADS, [table.data_ptr(), len(rows)])
+
+
+def copy_one_by_one(moves: Moves, there: int, here: int) -> None:
+    """Ask a device to copy memory of another one that it can reach, or its own, by many calls."""
+    columns = (moves.sources, moves.destinations, moves.nbytes)
+    for source, to, nbytes in zip(*(column.tolist() for column in columns), strict=True):
+        device_bytes(to, nbytes, here).copy_(device_bytes(source, nbytes, there))
 
 
 @dataclass(frozen=True)
@@ -165,15 +170,6 @@ class ChunkTable:
     @property
     def segments(self) -> Numbers:
         return self.numbers[2 * self.count :].reshape(-1, 3)
-
-    @property
-    def landed(self) -> ChunkTable:
-        """The same chunks where they have been copied to."""
-        base, end, to = self.segments.T
-        segments = np.stack([to, end, np.zeros_like(base)], axis=1)
-        return ChunkTable(
-            np.concatenate((self.chunks.ravel(), segments.ravel())), self.count, False
-        )
 
     @classmethod
     def of(cls, memory: Runs, starts: Column, stops: Column, to: Runs | None = None) -> ChunkTable:
@@ -224,15 +220,12 @@ def in_words(moves: Moves) -> bool:
 
 
 def digests(hashed: ChunkTable, device: int) -> torch.Tensor:
-    """Ask a device, on its current stream, for the digest of each chunk: rows of bytes there. What
-    the table has copied is copied first, and hashed where it has come to lie."""
+    """Ask a device, on its current stream, for the digest of each chunk: rows of bytes there. A
+    table that copies is for the kernels alone: they hash what has come to lie there."""
     count = hashed.count
     with torch.cuda.device(device):
         loaded = kernels(device)
         if loaded is None:
-            if hashed.copies:
-                _copy_segments(hashed, device)
-                hashed = hashed.landed
             return _digests_on_host(hashed, device).to(f"cuda:{device}")
         found = torch.empty(count, DIGEST_BYTES, dtype=torch.uint8, device="cuda")
         if count:
@@ -260,8 +253,8 @@ def digests_of(
     to: Runs | None = None,
 ) -> list[bytes]:
     """`record.digest.digest`, with cells, of chunks in the order of the stream, none of them empty:
-    made by the device that has their bytes. Bytes outside of the memory are zeros. With `to`, the
-    same bytes are first copied there, and hashed in their new location."""
+    made by the device that has their bytes. Bytes outside of the memory are zeros. With `to`, which
+    takes the kernels, the same bytes are first copied there, and hashed in their new location."""
     if not len(starts):
         return []
     begin, end, edges = cells_of(starts, sizes)
@@ -283,18 +276,6 @@ def cells_of(starts: Sequence[int], sizes: Sequence[int]) -> tuple[Column, Colum
     begin = first[chunk] + CELL_BYTES * (np.arange(len(chunk)) - edges[chunk])
     end = np.minimum(begin + CELL_BYTES, (first + nbytes)[chunk])
     return begin.astype(np.uint64), end.astype(np.uint64), edges.tolist()
-
-
-def _copy_segments(hashed: ChunkTable, device: int) -> None:
-    """Piece by piece."""
-    segments, firsts = hashed.segments, set(hashed.chunks[:, 0].tolist())
-    at = 0  # in the chunk
-    for number, (base, end, to) in enumerate(segments.tolist()):
-        at = 0 if number in firsts else at
-        if base:
-            source = device_bytes((base + at) % (1 << 64), end - at, device)
-            device_bytes((to + at) % (1 << 64), end - at, device).copy_(source)
-        at = end
 
 
 def launch(function: ctypes.c_void_p, grid: int, threads: int, numbers: Iterable[int]) -> None:

@@ -6,24 +6,16 @@ Bytes that are not in GPU memory at both ends come as on route "memory".
 from __future__ import annotations
 
 from contextlib import ExitStack
-from typing import Annotated
 
 import msgspec
 import torch
-from msgspec import Meta
 
 from torchrelay.geometry.runs import Moves, Runs, moves
 from torchrelay.memory.gpu import kernels
+from torchrelay.memory.gpu.kernels import CudaError
 from torchrelay.memory.gpu.side import side_stream
 from torchrelay.transports.routes import route as r
-from torchrelay.transports.routes.cuda.handles import (
-    Export,
-    Exported,
-    Exports,
-    IpcError,
-    Openings,
-    Sources,
-)
+from torchrelay.transports.routes.cuda.handles import Exported, Exports, Openings, Sources
 from torchrelay.transports.routes.host import place
 from torchrelay.transports.routes.memory import (
     MemoryFacts,
@@ -39,101 +31,80 @@ from torchrelay.transports.wire import messages as m
 _NONE = "no contiguous tensor of the state is on a GPU"
 
 
-class DeviceFacts(msgspec.Struct, array_like=True, frozen=True):
-    """Where the sender's process is, and whether its device memory can be opened."""
-
-    memory: MemoryFacts
-    digests: bool = False  # of device memory are compared
-    no_exports: m.Text = ""  # why it cannot be opened
-
-
-class DeviceTable(msgspec.Struct, array_like=True, frozen=True):
-    """The location of every byte of the state: in host memory, or in exported GPU memory."""
-
-    memory: MemoryTable
-    device: m.Blob = b""  # `handles.pack`
-    exports: Annotated[tuple[Export, ...], Meta(max_length=1 << 20)] = ()
-    strays: m.ChunkRanges = ()  # chunks that have bytes which no export reaches
-
-
 class CudaService(MemoryService):
     """Exports device memory. The sender's devices hash it while the receiver copies it."""
 
     _exported: tuple[Outgoing, Exported] | None = None
 
     def offer(self, outgoing: Outgoing) -> bytes | r.Unavailable:
-        here, receiver = MemoryFacts(place.here()), self._receiver
-        if place.apart(here.place, receiver.join.place) or not receiver.join.nonce:
-            return m.write(DeviceFacts(here))
+        receiver = self._receiver
+        if self.is_elsewhere:
+            return m.write(MemoryFacts(place.here()))
         if not outgoing.from_gpu:
-            return m.write(DeviceFacts(here, no_exports=_NONE))
+            return r.Unavailable(_NONE)
         # A handle opens memory without asking the kernel whose process does: so this side asks.
         process = place.Process(receiver.join.place.pid, receiver.join.fd, 0)
         claim = place.claim(receiver.join.nonce, receiver.rank, receiver.member.rank, bytes(16))
         if place.cannot_open(process, claim):
-            why = "the sender cannot make sure that this process is of its user"
-            return m.write(DeviceFacts(here, no_exports=why))
+            return r.Unavailable("the sender cannot make sure that this process is of its user")
         try:
             self._exported = outgoing, _export(outgoing)
-        except IpcError as fault:
-            return m.write(DeviceFacts(here, no_exports=str(fault)))
-        facts = DeviceFacts(self.facts(outgoing), outgoing.verify is not False)
+        except CudaError as fault:
+            return r.Unavailable(str(fault))
+        facts = self.facts(outgoing)
         return m.write(facts)
 
-    def begin(self, outgoing: Outgoing, accept: m.Accept, link: r.Link) -> bytes:
-        self._close_ring()  # of an earlier acceptance
-        self.outgoing = outgoing
-        known = self._exported
+    def table(self, outgoing: Outgoing) -> MemoryTable:
+        if self._exported is None:
+            raise r.RouteFault("took a route that it was not offered")
+        known, exported = self._exported
         try:
-            exported = known[1] if known and known[0] is outgoing else _export(outgoing)
-        except IpcError as fault:
+            exported = exported if known is outgoing else _export(outgoing)
+        except CudaError as fault:
             raise r.RouteFault(str(fault)) from fault
-        strays = m.to_ranges(list(outgoing.strays))
-        table = self.table(outgoing)
-        return m.write(DeviceTable(table, exported.device, exported.exports, strays))
+        return msgspec.structs.replace(
+            super().table(outgoing),
+            device=exported.device,
+            exports=exported.exports,
+            strays=m.to_ranges(list(outgoing.strays)),
+        )
 
 
 def _export(outgoing: Outgoing) -> Exported:
     device = outgoing.device
     if not len(device.starts):
-        raise IpcError(_NONE)
+        raise CudaError(_NONE)
     return outgoing.member.resources.of(Exports).of(device)
 
 
 class CudaFetch(MemoryFetch):
     """Copies device memory to device memory itself; the rest comes as on route "memory"."""
 
-    def __init__(self, incoming: r.Incoming, reachable: Reachable, *, digests: bool) -> None:
+    def __init__(self, incoming: r.Incoming, reachable: Reachable) -> None:
         super().__init__(incoming, reachable)
-        self._digests = digests
-        self.verified = self._verify or digests
+        self._digests = self.verified = incoming.offer.verify
         self._open = ExitStack()  # the sender's memory
         self._opened: Sources = {}
 
-    def run(self, go: bytes, patience: float) -> None:
-        table = m.read_as(DeviceTable, go)
+    def _plan(self, table: MemoryTable) -> None:
         openings = self._incoming.member.resources.of(Openings)
-        exported = Exported(table.exports, table.device)
+        theirs = Exported(table.exports, table.device)
         try:
-            opening = openings.borrowed(self._talk.sender, exported, self._chunks.stream_bytes)
+            opening = openings.borrowed(self._talk.sender, theirs, self._chunks.stream_bytes)
             self._opened = self._open.enter_context(opening)
-        except IpcError as fault:
+        except CudaError as fault:
             raise self._wrong(str(fault)) from fault
-        stretches = Runs.merged(*(runs.stretches for runs in self._opened.values()))
-        hashed = frozenset(self._on_gpu) if self._digests else None
-        self._plan(table.memory, stretches, table.strays, hashed)
-        super(MemoryFetch, self).run(go, patience)
+        self._exported = Runs.merged(*(runs.stretches for runs in self._opened.values()))
+        self._hashed = frozenset(self._on_gpu) if self._digests else None
+        super()._plan(table)
 
     def _compared(self) -> list[int]:
         return [*super()._compared(), *(self._paths.opened if self._digests else ())]
 
-    def _begin(self) -> None:
-        super()._begin()
-        self._copy_device_memory(sorted(self._paths.opened))
-
-    def _read_again(self, chunks: list[int]) -> None:
-        super()._read_again([chunk for chunk in chunks if chunk not in self._paths.opened])
-        self._copy_device_memory([chunk for chunk in chunks if chunk in self._paths.opened])
+    def _read_chunks(self, chunks: list[int]) -> None:
+        opened = self._paths.opened.intersection(chunks)
+        super()._read_chunks([chunk for chunk in chunks if chunk not in opened])
+        self._copy_device_memory(sorted(opened))
 
     def _copy_device_memory(self, chunks: list[int]) -> None:
         """Returns when all of it is in its place, and hashed if it should be."""
@@ -147,7 +118,7 @@ class CudaFetch(MemoryFetch):
                 else:
                     hashed = False
                     for there, theirs in self._opened.items():
-                        _copy(moves(theirs, ours), there, here)
+                        kernels.copy_one_by_one(moves(theirs, ours), there, here)
                 stream.synchronize()
             if self._digests and not hashed:
                 self._mine |= self._on_gpu.digests(mine)
@@ -156,7 +127,7 @@ class CudaFetch(MemoryFetch):
 
     def _copied_and_hashed(self, both: Moves, chunks: list[int], device: int) -> bool:
         """Copy within a device and hash on the way, if that is faster than one after the other."""
-        if not kernels.in_words(both):
+        if kernels.kernels(device) is None or not kernels.in_words(both):
             kernels.copy(both, device)
             return False
         offsets, sizes = self._chunks.offsets, self._chunks.sizes
@@ -172,24 +143,13 @@ class CudaFetch(MemoryFetch):
         self._open.close()
 
 
-def _copy(both: Moves, there: int, here: int) -> None:
-    """From one GPU to another that can reach it, or within one."""
-    columns = (both.sources, both.destinations, both.nbytes)
-    for source, to, nbytes in zip(*(column.tolist() for column in columns), strict=True):
-        target = kernels.device_bytes(to, nbytes, here)
-        target.copy_(kernels.device_bytes(source, nbytes, there))
-
-
 def _fetch(facts: bytes, incoming: r.Incoming) -> CudaFetch | r.Unavailable:
-    device = m.read_as(DeviceFacts, facts)
-    if why := place.apart(place.here(), device.memory.place) or device.no_exports:
-        return r.Unavailable(why)
-    if not incoming.landing.on_device:
-        return r.Unavailable("the destination is in host memory")
-    found = reach(device.memory, incoming)
+    found = reach(m.read_as(MemoryFacts, facts), incoming)
     if isinstance(found, r.Unavailable):
         return found
-    return CudaFetch(incoming, found, digests=device.digests)
+    if not incoming.landing.on_device:
+        return r.Unavailable("the destination is in host memory")
+    return CudaFetch(incoming, found)
 
 
 ROUTE = r.Route("cuda_ipc", CudaService, _fetch, reads=True)

@@ -19,7 +19,6 @@ import msgspec
 import torch
 
 from torchrelay.memory import threads, vectors
-from torchrelay.memory.gpu.kernels import digest_of
 from torchrelay.memory.gpu.side import on_side_stream
 from torchrelay.state.tensors import device_backends
 from torchrelay.transports.c10d import inside_backend, wait_for
@@ -150,18 +149,9 @@ class GroupFetch(ReadingFetch):
         self._over = False
         self._receiving: list[threads.Running] = []
 
-    def run(self, go: bytes, patience: float) -> None:
-        self.landing.places().host  # noqa: B018  # made here, not by the thread that writes to it
-        super().run(go, patience)
-
-    def _begin(self) -> None:
-        self._receive(list(range(len(self._chunks))))
-
-    def _read_again(self, chunks: list[int]) -> None:
-        self._talk.send(m.Need(tuple(chunks)))
-        self._receive(chunks)
-
-    def _receive(self, chunks: list[int]) -> None:
+    def _read_chunks(self, chunks: list[int]) -> None:
+        if self._receiving:  # the sender sends every chunk once without being asked
+            self._talk.send(m.Need(tuple(chunks)))
         self._outstanding += len(chunks)
         # On a thread that can be left behind: a receive that was posted cannot be taken back.
         self._receiving.append(threads.run(partial(self._receive_all, chunks), "worker"))
@@ -178,10 +168,7 @@ class GroupFetch(ReadingFetch):
                     if self._over:
                         self._use.given_up = True
                         return
-                    if self._verify:
-                        self._mine[index] = digest_of(data, cells=self._cells)
-                    with on_side_stream():
-                        self.landing.write(index, data)
+                    self._land(index, data)
                 self._talk.inbox.put(ReadDone(size))
         except Exception as fault:
             self._use.given_up = True

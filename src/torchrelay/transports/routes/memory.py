@@ -7,7 +7,6 @@ buffers, as it asks for them.
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Iterable
 from functools import partial
 from typing import Annotated, NamedTuple
@@ -23,6 +22,7 @@ from torchrelay.memory.vectors import Batch, OtherMemoryError, batches, copy, re
 from torchrelay.record.digest import RollingDigest
 from torchrelay.record.pause import gc_paused
 from torchrelay.transports.routes import route as r
+from torchrelay.transports.routes.cuda.handles import MAX_EXPORTS, Export
 from torchrelay.transports.routes.host import place
 from torchrelay.transports.routes.host.chunk_paths import ChunkPaths, SenderMemory, choose_paths
 from torchrelay.transports.routes.host.place import Process
@@ -30,10 +30,10 @@ from torchrelay.transports.routes.host.ring import (
     Fill,
     MappedRing,
     MappedRings,
-    NeedsRing,
     Ring,
     RingFiller,
     SharedRings,
+    slots_for,
 )
 from torchrelay.transports.routes.outgoing import Outgoing
 from torchrelay.transports.routes.reading import ReadDone, ReadingFetch
@@ -42,7 +42,6 @@ from torchrelay.transports.wire import messages as m
 IN_CACHE = 1 << 20  # bytes that are read and then hashed
 BUFFER_BYTES = 512 << 20  # of all threads that read, at most, unless one takes more
 _ZEROS = np.zeros(64 << 10, np.uint8)
-_to_sender: msgspec.msgpack.Decoder[NeedsRing | Fill] = msgspec.msgpack.Decoder(NeedsRing | Fill)
 _to_receiver: msgspec.msgpack.Decoder[Ring | Fill] = msgspec.msgpack.Decoder(Ring | Fill)
 
 
@@ -64,10 +63,14 @@ class MemoryFacts(msgspec.Struct, array_like=True, frozen=True):
 
 
 class MemoryTable(msgspec.Struct, array_like=True, frozen=True):
-    """Where the bytes of a state lie in the sender's memory."""
+    """Where the bytes of a state lie in the sender's memory: on the host, and on route "cuda_ipc"
+    in exported GPU memory."""
 
     host: m.Blob = b""  # `geometry.runs.Runs.pack`
     apart: m.ChunkRanges = ()  # chunks that have bytes elsewhere: on a device, or strided
+    device: m.Blob = b""  # `handles.pack`
+    exports: Annotated[tuple[Export, ...], Meta(max_length=MAX_EXPORTS)] = ()
+    strays: m.ChunkRanges = ()  # of `apart`, the chunks that have bytes which no export reaches
 
 
 class MemoryService(r.RouteService):
@@ -81,16 +84,21 @@ class MemoryService(r.RouteService):
 
     def facts(self, outgoing: Outgoing) -> MemoryFacts:
         here, to = place.here(), self._receiver
-        elsewhere = MemoryFacts(here)
-        if place.apart(here, to.join.place) or not to.join.nonce:
-            return elsewhere
+        if self.is_elsewhere:
+            return MemoryFacts(here)
         claim = place.claim(to.join.nonce, to.member.rank, to.rank, to.transfer)
         try:
             self._proof = place.Proof(claim)
         except OSError:
-            return elsewhere
+            return MemoryFacts(here)
         process = self._proof.process
         return MemoryFacts(here, process.beacon, process.fd, outgoing.verify is True)
+
+    @property
+    def is_elsewhere(self) -> bool:
+        """Whether the receiver is where it reads no memory of this process."""
+        join = self._receiver.join
+        return bool(place.apart(place.here(), join.place)) or not join.nonce
 
     def begin(self, outgoing: Outgoing, accept: m.Accept, link: r.Link) -> bytes:
         self._close_ring()  # of an earlier acceptance
@@ -103,21 +111,15 @@ class MemoryService(r.RouteService):
     def hear(self, data: bytes) -> None:
         if self.outgoing is None:
             raise r.RouteFault("said something before the data began")
-        said = m.read_by(_to_sender, data)
-        if isinstance(said, Fill):
-            if self._ring is None:
-                raise r.RouteFault("asked for a chunk in a ring that it does not have")
-            self._ring.fill(said)
-            return
-        if self._ring is not None:
-            raise r.RouteFault("asked for a second ring")
-        try:
-            rings = self._receiver.member.resources.of(SharedRings)
-            snapshot, report = self.outgoing.snapshot, self._receiver.report
-            self._ring = RingFiller(snapshot, rings, self._say, report)
-        except MemoryError as fault:
-            raise r.RouteFault(f"no memory for a ring: {fault}") from fault
-        self._say(self._ring.record)
+        wanted = m.read_as(Fill, data)
+        if self._ring is None:
+            rings, report = self._receiver.member.resources.of(SharedRings), self._receiver.report
+            try:
+                self._ring = RingFiller(self.outgoing.snapshot, rings, self._say, report)
+            except MemoryError as fault:
+                raise r.RouteFault(f"no memory for a ring: {fault}") from fault
+            self._say(self._ring.record)
+        self._ring.fill(wanted)
 
     def _say(self, record: Ring | Fill) -> None:
         self._receiver.send(m.RouteNote(m.write(record)))
@@ -167,6 +169,8 @@ class MemoryFetch(ReadingFetch):
 
     _sources: Runs
     _paths: ChunkPaths
+    _exported: Runs | None = None  # bytes in device memory of the sender that is open here
+    _hashed: frozenset[int] | None = None  # the chunks that a device can hash, if it should
 
     def __init__(self, incoming: r.Incoming, reachable: Reachable) -> None:
         super().__init__(incoming, verify=reachable.facts.verify)
@@ -174,6 +178,7 @@ class MemoryFetch(ReadingFetch):
         self._places = self.landing.places()
         self._rings = incoming.member.resources.of(MappedRings)
         self._ring: MappedRing | None = None
+        self._slots, _ = slots_for(self._chunks.sizes)
         self._unfilled: list[int] = []  # chunks to ask for
         self._asked: dict[int, int] = {}  # by slot, the chunk that it was asked for
 
@@ -181,23 +186,17 @@ class MemoryFetch(ReadingFetch):
         self._plan(m.read_as(MemoryTable, go))
         super().run(go, patience)
 
-    def _plan(
-        self,
-        table: MemoryTable,
-        exported: Runs | None = None,
-        strays: m.ChunkRanges = (),
-        hashed: frozenset[int] | None = None,
-    ) -> None:
-        """Find the path of each chunk. `exported`: bytes in device memory that is open here;
-        `strays`: chunks that have other bytes too; `hashed`: those that a device can hash, if it
-        should. `RemoteProtocolError` for memory that cannot be."""
+    def _plan(self, table: MemoryTable) -> None:
+        """Find the path of each chunk. `RemoteProtocolError` for memory that cannot be."""
         chunks, count = self._chunks, len(self._chunks)
         try:
             self._sources = Runs.unpack(table.host, chunks.stream_bytes)
         except ValueError as fault:
             raise self._wrong(str(fault)) from None
-        apart, beyond = (tuple(m.from_ranges(some, count)) for some in (table.apart, strays))
-        theirs = SenderMemory(self._sources, apart, self._reads, exported, beyond, hashed)
+        apart, strays = (tuple(m.from_ranges(some, count)) for some in (table.apart, table.strays))
+        theirs = SenderMemory(
+            self._sources, apart, self._reads, self._exported, strays, self._hashed
+        )
         self._paths = choose_paths(chunks, self._places, theirs, verify=self._verify)
 
     def _threads(self, most: int) -> int:
@@ -209,37 +208,41 @@ class MemoryFetch(ReadingFetch):
         return most
 
     def _compared(self) -> list[int]:
-        if not self._verify:
-            return []
-        return [*self._by_host, *self._paths.buffered, *self._paths.ringed]
+        return self._one_by_one if self._verify else []
 
     @property
     def _by_host(self) -> list[int]:
         """The chunks that are read straight from host memory."""
         return [chunk for chunk in self._paths.straight if chunk not in self._paths.opened]
 
+    @property
+    def _one_by_one(self) -> list[int]:
+        """The chunks that are read one at a time: of those read straight, the hashed ones."""
+        straight = self._by_host if self._verify else []
+        return [*straight, *self._paths.buffered, *self._paths.ringed]
+
     def _begin(self) -> None:
-        paths, places = self._paths, self._places
+        places = self._places
         if places.live:
             self.landing.torn = True
-        if self._verify or paths.buffered or paths.ringed:
+        if self._one_by_one:
             places.host  # noqa: B018  # made here, not by the threads that write to it
         if self._verify:
             _clear(self._of(places.host, self._by_host).without(self._sources))
-            self._read_chunks(self._by_host, paths.buffered)
         else:
             self._read_straight()
-            self._read_chunks([], paths.buffered)
-        if paths.ringed:
-            self._fill_with(paths.ringed)
-            self._talk.send(m.RouteNote(m.write(NeedsRing())))
+        self._read_chunks([*self._one_by_one, *self._paths.opened])
 
-    def _read_again(self, chunks: list[int]) -> None:
-        again, paths = set(chunks), self._paths
-        self._read_chunks(again.intersection(self._by_host), again.intersection(paths.buffered))
-        self._fill_with([chunk for chunk in paths.ringed if chunk in again])
-        if self._ring is not None:
-            self._ask(range(self._ring.record.slots))
+    def _read_chunks(self, chunks: list[int]) -> None:
+        buffered, ringed = set(self._paths.buffered), set(self._paths.ringed)
+        for chunk in chunks:
+            if chunk not in ringed:
+                job = self._read_buffered if chunk in buffered else self._read_and_hash
+                self._submit(partial(job, chunk))
+        self._unfilled = [chunk for chunk in chunks if chunk in ringed]
+        self._outstanding += len(self._unfilled)
+        if self._unfilled:
+            self._ask(range(self._slots))
 
     def _lost(self, fault: Exception) -> Exception:
         if not isinstance(fault, OtherMemoryError):
@@ -274,12 +277,6 @@ class MemoryFetch(ReadingFetch):
         read(self._facts.place.pid, batch)
         return ReadDone(batch.nbytes)
 
-    def _read_chunks(self, straight: Iterable[int], buffered: Iterable[int]) -> None:
-        for chunk in straight:
-            self._submit(partial(self._read_and_hash, chunk))
-        for chunk in buffered:
-            self._submit(partial(self._read_chunk, chunk))
-
     def _read_and_hash(self, chunk: int) -> ReadDone:
         """Some at a time: each piece is hashed where it has come to lie while it is in cache."""
         begin, size = self._chunks.offsets[chunk], self._chunks.sizes[chunk]
@@ -291,25 +288,18 @@ class MemoryFetch(ReadingFetch):
         self._mine[chunk] = rolling.end(begin + size)
         return ReadDone(size)
 
-    def _read_chunk(self, chunk: int) -> ReadDone:
+    def _read_buffered(self, chunk: int) -> ReadDone:
         """By way of a buffer, for what does not land in host memory as it comes."""
-        begin, size = self._chunks.offsets[chunk], self._chunks.sizes[chunk]
+
+        def fill(found: Moves) -> None:
+            for batch in batches(found):
+                read(self._facts.place.pid, batch)
+
         pinned = len(self._places.device.starts) > 0
-        data = self._incoming.member.buffer(max(self._chunks.sizes), pinned=pinned)[:size]
-        whole = Runs([begin], [data.data_ptr()], [size])
-        parts = batches(moves(self._sources, whole))
-        if sum(part.nbytes for part in parts) < size:
-            ctypes.memset(data.data_ptr(), 0, size)  # alignment leaves gaps, which are zeros
-        for part in parts:
-            read(self._facts.place.pid, part)
-        self._land(chunk, data)
-        return ReadDone(size)
+        buffer = self._incoming.member.buffer(max(self._chunks.sizes), pinned=pinned)
+        return self._read_and_land(chunk, self._sources, buffer, fill)
 
     # Through the ring
-
-    def _fill_with(self, chunks: list[int]) -> None:
-        self._unfilled = list(chunks)
-        self._outstanding += len(chunks)
 
     def _ask(self, slots: Iterable[int]) -> None:
         """Ask for a chunk in each of these slots, which are free."""
@@ -322,16 +312,17 @@ class MemoryFetch(ReadingFetch):
         filled = m.read_by(_to_receiver, data)
         if isinstance(filled, Ring):
             self._map_ring(filled)
-            self._ask(range(filled.slots))
-        elif self._asked.pop(filled.slot, None) != filled.chunk:
+        elif self._ring is None or self._asked.pop(filled.slot, None) != filled.chunk:
             text = f"slot {filled.slot} with chunk {filled.chunk}, which was not asked for"
             raise self._wrong(text)
         else:
             self._submit(partial(self._take_slot, filled), counted=True)
 
     def _map_ring(self, record: Ring) -> None:
-        if self._ring is not None or record.slot_bytes < max(self._chunks.sizes, default=0):
-            raise self._wrong("a second ring, or one that does not hold a chunk")
+        largest = max(self._chunks.sizes, default=0)
+        fits = record.slots >= self._slots and record.slot_bytes >= largest
+        if self._ring is not None or not self._asked or not fits:
+            raise self._wrong("a second ring, or one that does not hold the chunks")
         sender, process = self._talk.sender, self._facts.process
         try:
             self._ring = self._rings.take(sender, process, record, pinned=in_use())

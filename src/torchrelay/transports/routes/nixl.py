@@ -10,7 +10,6 @@ them as messages of a group are landed.
 
 from __future__ import annotations
 
-import ctypes
 import os
 import secrets
 import threading
@@ -24,10 +23,10 @@ import msgspec
 import numpy as np
 import torch
 
-from torchrelay.geometry.runs import Moves, Runs, moves
+from torchrelay.geometry.runs import Moves, Runs
 from torchrelay.memory import threads, vectors
 from torchrelay.memory.gpu.side import on_side_stream
-from torchrelay.memory.host import host_block
+from torchrelay.memory.pages import host_block
 from torchrelay.transports.routes import route as r
 from torchrelay.transports.routes.outgoing import Outgoing
 from torchrelay.transports.routes.reading import ReadDone, ReadingFetch
@@ -221,7 +220,6 @@ class NixlFetch(ReadingFetch):
 
     def run(self, go: bytes, patience: float) -> None:
         table = m.read_as(NixlTable, go)
-        self.landing.places().host  # noqa: B018  # made here, not by the threads that write to it
         try:
             self._sources = Runs.unpack(table.memory, self._chunks.stream_bytes)
             self._peer = self._agent.meet(table.agent) if len(self._sources.starts) else ""
@@ -231,27 +229,22 @@ class NixlFetch(ReadingFetch):
             raise self._lost(fault) from fault
         super().run(go, patience)
 
-    def _read_again(self, chunks: list[int]) -> None:
+    def _read_chunks(self, chunks: list[int]) -> None:
         for chunk in chunks:
-            self._submit(partial(self._read_chunk, chunk))
+            self._submit(partial(self._read_buffered, chunk))
 
-    def _read_chunk(self, chunk: int) -> ReadDone:
-        begin, size = self._chunks.offsets[chunk], self._chunks.sizes[chunk]
+    def _read_buffered(self, chunk: int) -> ReadDone:
         try:
             buffer, registered = self._idle.pop()
         except IndexError:
             buffer = host_block(max(self._chunks.sizes))
             whole = Runs([0], [buffer.data_ptr()], [buffer.numel()])
             registered = self._agent.register(_rows(whole))
-        data = buffer[:size]
-        found = moves(self._sources, Runs([begin], [data.data_ptr()], [size]))
-        if int(found.nbytes.sum()) < size:
-            ctypes.memset(data.data_ptr(), 0, size)  # what alignment leaves open is zeros
-        if len(found.nbytes):
-            self._read(found, buffer, registered)
-        self._land(chunk, data)
+        done = self._read_and_land(
+            chunk, self._sources, buffer, lambda found: self._read(found, buffer, registered)
+        )
         self._idle.append((buffer, registered))
-        return ReadDone(size)
+        return done
 
     def _read(self, found: Moves, *memory: object) -> None:
         """Returns when it is over. The memory of a read that fails is left to the agent."""

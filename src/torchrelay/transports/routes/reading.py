@@ -6,6 +6,7 @@ compares digests with those that the sender tells, and has read again what does 
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
@@ -13,9 +14,10 @@ import torch
 
 from torchrelay.errors import RemoteProtocolError
 from torchrelay.geometry import DIGEST_BYTES
+from torchrelay.geometry.runs import Moves, Runs, moves
+from torchrelay.memory.gpu.kernels import digest_of
 from torchrelay.memory.gpu.side import on_side_stream
 from torchrelay.memory.pool import cores
-from torchrelay.record.digest import digest
 from torchrelay.transports.routes.route import FetchProgress, Incoming, RouteFetch
 from torchrelay.transports.streams.workers import Workers
 from torchrelay.transports.wire.messages import Digests, Message, RouteNote, Want, to_ranges
@@ -57,10 +59,11 @@ class ReadingFetch(RouteFetch):
 
     def _begin(self) -> None:
         """Start to read everything."""
-        self._read_again(list(range(len(self._chunks))))
+        self.landing.places().host  # noqa: B018  # made here, not by the threads that write to it
+        self._read_chunks(list(range(len(self._chunks))))
 
-    def _read_again(self, chunks: list[int]) -> None:
-        """Start to read chunks, which did not match before."""
+    def _read_chunks(self, chunks: list[int]) -> None:
+        """Start to read these, for the first time or because they did not match."""
         raise NotImplementedError
 
     def _hear(self, data: bytes) -> None:
@@ -83,7 +86,7 @@ class ReadingFetch(RouteFetch):
             for index in bad:
                 self._progress.retry(index)
             self._want(bad)  # a sender whose state has changed says so when it is asked again
-            self._read_again(bad)
+            self._read_chunks(bad)
             self._wait()
         self._progress.complete()
 
@@ -100,11 +103,25 @@ class ReadingFetch(RouteFetch):
     def _land(self, chunk: int, data: torch.Tensor) -> None:
         later = self._verify and chunk in self._on_gpu  # hashed where it has come to lie
         if self._verify and not later:
-            self._mine[chunk] = digest(data, cells=self._cells)
+            self._mine[chunk] = digest_of(data, cells=self._cells)
         with on_side_stream():
             self.landing.write(chunk, data)
         if later:
             self._mine |= self._on_gpu.digests([chunk])
+
+    def _read_and_land(
+        self, chunk: int, sources: Runs, buffer: torch.Tensor, fill: Callable[[Moves], None]
+    ) -> ReadDone:
+        """Read a chunk by way of a buffer: `fill` copies to it what the sources have."""
+        begin, size = self._chunks.offsets[chunk], self._chunks.sizes[chunk]
+        data = buffer[:size]
+        found = moves(sources, Runs([begin], [data.data_ptr()], [size]))
+        if int(found.nbytes.sum()) < size:
+            ctypes.memset(data.data_ptr(), 0, size)  # alignment leaves gaps, which are zeros
+        if len(found.nbytes):
+            fill(found)
+        self._land(chunk, data)
+        return ReadDone(size)
 
     def _submit(self, job: Callable[[], ReadDone], *, counted: bool = False) -> None:
         """Have a worker do a job; `counted`: it is outstanding already."""

@@ -16,17 +16,15 @@ import threading
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import cache
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, NamedTuple
 
 import msgspec
 import numpy as np
 import torch
 from msgspec import Meta
 
-from torchrelay.geometry.runs import Column, Runs, moves, reached
-from torchrelay.memory.gpu.kernels import CudaError, brief_driver, device_at, driver
-from torchrelay.record.manifest import MAX_STREAM_BYTES
+from torchrelay.geometry.runs import Runs, moves
+from torchrelay.memory.gpu.kernels import CudaError, brief_driver, check, device_at, driver
 from torchrelay.transports.routes.host import place
 from torchrelay.transports.wire.messages import Name, Serial
 
@@ -34,12 +32,9 @@ HANDLE_BYTES = 64
 _BUFFER_ID = 7  # CU_POINTER_ATTRIBUTE_BUFFER_ID
 _LAZY_PEER_ACCESS = 1
 MAX_KEPT = 4096  # allocations that are remembered
-_APART = 48  # bits: no allocation is that large
+_APART = 44  # bits: no allocation is that large
+MAX_EXPORTS = 1 << (64 - _APART)
 Sources = dict[int, Runs]  # memory, by the device that it is on
-
-
-class IpcError(Exception):
-    """Device memory that cannot be shared; the message says why."""
 
 
 class Export(msgspec.Struct, array_like=True, frozen=True):
@@ -54,54 +49,34 @@ class _Handle(ctypes.Structure):
     _fields_ = (("bytes", ctypes.c_char * HANDLE_BYTES),)
 
 
-@cache
-def _driver() -> Any:
-    try:
-        library = driver()
-        pointer = ctypes.c_uint64
-        library.cuPointerGetAttribute.argtypes = (ctypes.c_void_p, ctypes.c_int, pointer)
-        library.cuMemGetAddressRange_v2.argtypes = (ctypes.c_void_p, ctypes.c_void_p, pointer)
-        library.cuIpcGetMemHandle.argtypes = (ctypes.c_void_p, pointer)
-        library.cuIpcCloseMemHandle.argtypes = (pointer,)
-        library.cuIpcOpenMemHandle_v2.argtypes = (
-            ctypes.POINTER(ctypes.c_uint64),
-            _Handle,
-            ctypes.c_uint,
-        )
-        return library
-    except (CudaError, AttributeError) as fault:
-        raise IpcError(str(fault)) from None
-
-
-def _check(code: int, what: str) -> None:
-    if code:
-        raise IpcError(f"CUDA cannot {what} (error {code})")
-
-
-def _attribute(address: int, which: int) -> int:
-    number = ctypes.c_ulonglong()
-    code = _driver().cuPointerGetAttribute(ctypes.addressof(number), which, address)
-    _check(code, "tell allocations apart")
+def _id_at(address: int) -> int:
+    """The id of the allocation at an address."""
+    number = ctypes.c_uint64()
+    ask = brief_driver().cuPointerGetAttribute
+    check(ask(ctypes.byref(number), _BUFFER_ID, ctypes.c_uint64(address)), "tell allocations apart")
     return number.value
 
 
-class _Allocation:
-    """An allocation of this process, with what a call of the driver takes that asks for its id."""
+def _range_at(address: int) -> tuple[int, int]:
+    """Where the allocation at an address begins, and its bytes."""
+    base, nbytes = ctypes.c_uint64(), ctypes.c_size_t()
+    ask = driver().cuMemGetAddressRange_v2
+    code = ask(ctypes.byref(base), ctypes.byref(nbytes), ctypes.c_uint64(address))
+    check(code, "say where the allocation begins")
+    return base.value, nbytes.value
 
-    def __init__(self, base: int, nbytes: int, export: Export) -> None:
-        self.base, self.nbytes, self.export = base, nbytes, export
-        self._id = ctypes.c_ulonglong()
-        address = ctypes.c_void_p(ctypes.addressof(self._id))
-        self._ask = address, ctypes.c_int(_BUFFER_ID), ctypes.c_uint64(base)
 
-    def holds(self, ask: Any) -> bool:
-        """Whether the driver still has it under its id."""
-        return not ask(*self._ask) and self._id.value == self.export.id
+class _Allocation(NamedTuple):
+    """An allocation of this process."""
+
+    base: int
+    nbytes: int
+    export: Export
 
 
 def export_of(address: int) -> Export:
-    """The allocation of this process at an address; `IpcError` where it cannot be shared."""
-    return _export(address, _attribute(address, _BUFFER_ID)).export
+    """The allocation of this process at an address; `CudaError` where it cannot be shared."""
+    return _export(address, _id_at(address)).export
 
 
 class Exported(NamedTuple):
@@ -112,95 +87,64 @@ class Exported(NamedTuple):
 
 
 class Exports:
-    """The sender's end: allocations that were exported, by address. Threads may share it."""
+    """The sender's end: allocations that were exported. Threads may share it."""
 
     def __init__(self) -> None:
-        self._known: dict[int, _Allocation] = {}  # by their first address
+        self._known: dict[int, _Allocation] = {}  # by id
         self._lock = threading.Lock()
 
     def of(self, memory: Runs) -> Exported:
         """The memory of contiguous tensors, by its positions in the stream.
 
-        `IpcError` if it cannot be shared. Allocations are asked for their ids each time.
+        `CudaError` if it cannot be shared. Allocations are asked for their ids each time.
         """
         order = np.argsort(memory.addresses)
         lows = memory.addresses[order]
         highs = lows + (memory.stops - memory.starts)[order]
+        found: list[_Allocation] = []
+        end = 0  # all memory below it is in those found
         with self._lock:
-            found = self._known_ones(lows, highs) or self._found(lows.tolist(), highs.tolist())
+            while (run := int(np.searchsorted(highs, np.uint64(end), side="right"))) < len(highs):
+                one = self._at(max(int(lows[run]), end))
+                found.append(one)
+                end = one.base + one.nbytes
         return Exported(tuple(one.export for one in found), pack(memory, found))
+
+    def _at(self, address: int) -> _Allocation:
+        """The allocation at an address, exported once."""
+        number = _id_at(address)
+        if number not in self._known:
+            if len(self._known) >= MAX_KEPT:
+                self._known.clear()
+            self._known[number] = _export(address, number)
+        return self._known[number]
 
     def close(self) -> None:
         """The driver keeps nothing for an export."""
 
-    def _known_ones(self, lows: Column, highs: Column) -> list[_Allocation]:
-        """The allocations that hold the memory, in order of address, if all of them are known and
-        unchanged; else nothing."""
-        known = [self._known[base] for base in sorted(self._known)]
-        if not known:
-            return []
-        bases = np.array([one.base for one in known], np.uint64)
-        ends = bases + np.array([one.nbytes for one in known], np.uint64)
-        first = np.searchsorted(bases, lows, side="right") - 1
-        last = np.searchsorted(bases, highs, side="left") - 1
-        # Tensors that follow each other may reach from one allocation into the next.
-        gaps = np.append(0, np.cumsum(bases[1:] != ends[:-1]))
-        if (first < 0).any() or (highs > ends[last]).any() or (gaps[first] != gaps[last]).any():
-            return []
-        found = [known[n] for n in np.flatnonzero(reached(first, last, len(known))).tolist()]
-        # Calls that return at once: giving the interpreter away would take longer.
-        ask = brief_driver().cuPointerGetAttribute
-        return found if all(one.holds(ask) for one in found) else []
-
-    def _found(self, lows: list[int], highs: list[int]) -> list[_Allocation]:
-        """The same, as the driver tells."""
-        found: list[_Allocation] = []
-        reach = 0  # all memory below it is in those found
-        for low, high in zip(lows, highs, strict=True):
-            at = max(low, reach)
-            while at < high:
-                one = _export(at, _attribute(at, _BUFFER_ID))
-                if len(self._known) >= MAX_KEPT:
-                    self._known.clear()
-                self._known[one.base] = one
-                found.append(one)
-                at = reach = one.base + one.nbytes
-        return found
-
 
 def pack(memory: Runs, allocations: list[_Allocation]) -> bytes:
-    """Which bytes of the stream lie where in which allocation: columns of positions, bytes, indices
-    of exports, offsets."""
+    """Which bytes of the stream lie where in which allocation, as `Runs.pack`: an address is the
+    index of an export and, in the lowest `_APART` bits, an offset."""
     order = np.argsort(memory.addresses)
     sizes = (memory.stops - memory.starts)[order]
     ours = Runs(memory.addresses[order], memory.starts[order], sizes)  # by address
-    bases = np.array([one.base for one in allocations], np.uint64)
-    numbers = np.arange(len(bases), dtype=np.uint64) << np.uint64(_APART)
-    theirs = Runs(bases, numbers, [one.nbytes for one in allocations])
+    numbers = np.arange(len(allocations), dtype=np.uint64) << np.uint64(_APART)
+    theirs = Runs([one.base for one in allocations], numbers, [one.nbytes for one in allocations])
     _, positions, there, nbytes = moves(ours, theirs)
-    order = np.argsort(positions)
-    offsets = there & np.uint64((1 << _APART) - 1)
-    columns = (positions, nbytes, there >> np.uint64(_APART), offsets)
-    return np.stack([column[order] for column in columns]).astype("<u8").tobytes()
+    return Runs.unordered(positions, there, nbytes).pack()
 
 
 def _export(address: int, number: int) -> _Allocation:
-    base, nbytes, handle = ctypes.c_uint64(), ctypes.c_size_t(), _Handle()
-    driver = _driver()
-    device = device_at(address)
+    device, handle = device_at(address), _Handle()
     with torch.cuda.device(device):
         torch.cuda.current_stream().query()  # makes the device's context this thread's
-        _check(
-            driver.cuMemGetAddressRange_v2(ctypes.byref(base), ctypes.byref(nbytes), address),
-            "say where the allocation begins",
+        base, nbytes = _range_at(address)
+        code = driver().cuIpcGetMemHandle(ctypes.byref(handle), ctypes.c_uint64(base))
+        check(
+            code, "export this memory: expandable_segments, or another allocator than torch's own"
         )
-        _check(
-            driver.cuIpcGetMemHandle(ctypes.byref(handle), base),
-            "export this memory: expandable_segments, or another allocator than torch's own",
-        )
-    raw = ctypes.string_at(ctypes.byref(handle), HANDLE_BYTES)
-    export = Export(number, place.device_id(device), raw)
-    return _Allocation(base.value, nbytes.value, export)
+    return _Allocation(base, nbytes, Export(number, place.device_id(device), bytes(handle)))
 
 
 class Opening(NamedTuple):
@@ -222,10 +166,10 @@ class Openings:
 
     @contextmanager
     def borrowed(self, sender: int, memory: Exported, stream_bytes: int) -> Iterator[Sources]:
-        """Within: the sender's memory is open here. `IpcError` if that fails."""
+        """Within: the sender's memory is open here. `CudaError` if that fails."""
         keys = [(sender, export.id) for export in memory.exports]
         if len(set(keys)) < len(keys):
-            raise IpcError("an allocation that is exported twice")
+            raise CudaError("an allocation that is exported twice")
         with self._lock:
             for key, export in zip(keys, memory.exports, strict=True):
                 if key not in self._open:
@@ -261,53 +205,42 @@ def close_opening(opened: Opening) -> None:
     """Nothing of it is read any more."""
     with torch.cuda.device(opened.device):
         torch.cuda.synchronize()
-        _driver().cuIpcCloseMemHandle(opened.pointer)
+        driver().cuIpcCloseMemHandle(ctypes.c_uint64(opened.pointer))
 
 
 def open_export(export: Export) -> Opening:
-    """Open an allocation; `IpcError` where that fails."""
+    """Open an allocation; `CudaError` where that fails."""
     ids = [place.device_id(index) for index in range(torch.cuda.device_count())]
     if export.device not in ids:
-        raise IpcError("the sender's GPU is not visible to this process")
+        raise CudaError("the sender's GPU is not visible to this process")
     if len(export.handle) != HANDLE_BYTES:
-        raise IpcError("a handle of another kind")
-    index = ids.index(export.device)
-    pointer, handle = ctypes.c_uint64(), _Handle()
-    ctypes.memmove(ctypes.byref(handle), export.handle, HANDLE_BYTES)
+        raise CudaError("a handle of another kind")
+    index, pointer = ids.index(export.device), ctypes.c_uint64()
     with torch.cuda.device(index):
         torch.cuda.current_stream().query()  # makes the device's context this thread's
-        _check(
-            _driver().cuIpcOpenMemHandle_v2(ctypes.byref(pointer), handle, _LAZY_PEER_ACCESS),
-            "open the sender's memory",
-        )
-        base, nbytes = ctypes.c_uint64(), ctypes.c_size_t()
-        _check(
-            _driver().cuMemGetAddressRange_v2(
-                ctypes.byref(base), ctypes.byref(nbytes), pointer.value
-            ),
-            "say how large the sender's memory is",
-        )
-    return Opening(pointer.value, index, nbytes.value)
+        handle = _Handle.from_buffer_copy(export.handle)
+        code = driver().cuIpcOpenMemHandle_v2(ctypes.byref(pointer), handle, _LAZY_PEER_ACCESS)
+        check(code, "open the sender's memory")
+        _, nbytes = _range_at(pointer.value)
+    return Opening(pointer.value, index, nbytes)
 
 
 def sources(device: bytes, opened: list[Opening], stream_bytes: int) -> Sources:
     """What `pack` made, in memory that is open here."""
-    if len(device) % 32:
-        raise IpcError("a torn table of device memory")
-    table: Any = np.frombuffer(device, "<u8").reshape(4, -1).astype(np.uint64)
-    positions, nbytes, exports, offsets = table
-    if (table > MAX_STREAM_BYTES).any() or (nbytes < 1).any():
-        raise IpcError("memory of no size, or beyond all bounds")
-    ends = positions + nbytes
-    if (ends[:-1] > positions[1:]).any() or (ends > stream_bytes).any():
-        raise IpcError("memory that is not in the order of the stream")
-    if (exports >= len(opened)).any():
-        raise IpcError("memory of no export")
-    pointers, devices, sizes = (np.array(column, np.uint64) for column in zip(*opened, strict=True))
-    index = exports.astype(np.int64)
+    try:
+        packed = Runs.unpack(device, stream_bytes)
+    except ValueError as fault:
+        raise CudaError(str(fault)) from None
+    nbytes = packed.stops - packed.starts
+    index = (packed.addresses >> np.uint64(_APART)).astype(np.int64)
+    offsets = packed.addresses & np.uint64((1 << _APART) - 1)
+    if (index >= len(opened)).any() or (nbytes < 1).any():
+        raise CudaError("memory of no export, or of no size")
+    pointers, devices, sizes = np.array(opened, np.uint64).reshape(-1, 3).T
     if (offsets + nbytes > sizes[index]).any():
-        raise IpcError("memory outside of an export")
+        raise CudaError("memory outside of an export")
     addresses, on = pointers[index] + offsets, devices[index]
     return {
-        int(n): Runs(positions[on == n], addresses[on == n], nbytes[on == n]) for n in np.unique(on)
+        int(n): Runs(packed.starts[on == n], addresses[on == n], nbytes[on == n])
+        for n in np.unique(on)
     }

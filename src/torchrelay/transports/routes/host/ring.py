@@ -13,8 +13,8 @@ import itertools
 import mmap
 import os
 import threading
-from collections.abc import Callable
-from typing import Annotated, Any
+from collections.abc import Callable, Sequence
+from typing import Annotated
 
 import msgspec
 import torch
@@ -25,6 +25,7 @@ from torchrelay.geometry.chunks import MAX_CHUNK_BYTES
 from torchrelay.memory import vectors
 from torchrelay.memory.arena import Arena, register, unregister
 from torchrelay.memory.gpu.side import in_use, on_side_stream
+from torchrelay.memory.pages import paged
 from torchrelay.memory.pool import cores
 from torchrelay.plan.snapshot import Sendable
 from torchrelay.transports.routes.host.place import Process, open_memfd
@@ -35,10 +36,6 @@ RING_BYTES = 512 << 20  # of one ring, at most, unless two slots take more
 MOST_SLOTS = 8
 FILLERS = 8  # threads that fill slots, at most
 _ids = itertools.count(1)
-
-
-class NeedsRing(msgspec.Struct, array_like=True, frozen=True, tag="need"):
-    """A receiver cannot read everything where it lies."""
 
 
 class Ring(msgspec.Struct, array_like=True, frozen=True, tag="ring"):
@@ -62,6 +59,13 @@ class Fill(msgspec.Struct, array_like=True, frozen=True, tag="fill"):
     slot: Annotated[int, Meta(ge=0, le=MOST_SLOTS - 1)]
 
 
+def slots_for(sizes: Sequence[int]) -> tuple[int, int]:
+    """How many slots chunks of these sizes need, and the bytes of each."""
+    slot_bytes = paged(max([1, *sizes]))
+    most = max(min(RING_BYTES // slot_bytes, MOST_SLOTS), 2)
+    return max(1, min(most, len(sizes))), slot_bytes
+
+
 class SharedRings:
     """Rings that outlive a transfer: making one takes longer than most transfers."""
 
@@ -69,10 +73,9 @@ class SharedRings:
         self._idle: list[tuple[Arena, Ring]] = []
         self._lock = threading.Lock()
 
-    def take(self, chunk_bytes: int, chunks: int, *, pinned: bool) -> tuple[Arena, Ring]:
-        """A ring for chunks of that size. Raises `MemoryError` if memory runs out."""
-        slot_bytes = -(-max(chunk_bytes, 1) // mmap.PAGESIZE) * mmap.PAGESIZE
-        slots = max(min(RING_BYTES // slot_bytes, MOST_SLOTS, chunks), min(2, chunks), 1)
+    def take(self, sizes: Sequence[int], *, pinned: bool) -> tuple[Arena, Ring]:
+        """A ring for chunks of these sizes. Raises `MemoryError` if memory runs out."""
+        slots, slot_bytes = slots_for(sizes)
         with self._lock:
             for index, (arena, ring) in enumerate(self._idle):
                 same = ring.slots >= slots and ring.slot_bytes == slot_bytes
@@ -106,8 +109,7 @@ class RingFiller:
     ) -> None:
         self._snapshot, self._rings, self._filled = snapshot, rings, filled
         self._sizes = snapshot.chunks.sizes
-        largest, count = max(self._sizes, default=1), len(self._sizes)
-        self._arena, self.record = rings.take(largest, count, pinned=in_use())
+        self._arena, self.record = rings.take(self._sizes, pinned=in_use())
         self._filling: set[int] = set()
         self._workers = Workers(min(cores(), FILLERS), failed)
         self.filled_bytes = self.fills = 0
@@ -151,17 +153,16 @@ class MappedRing:
                 raise OSError("the ring is smaller than it should be")
             if not fcntl.fcntl(fd, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK:
                 raise OSError("the ring may become smaller while it is in use")
-            self._map: Any = mmap.mmap(fd, nbytes)
+            self.tensor = torch.frombuffer(mmap.mmap(fd, nbytes), dtype=torch.uint8)
         finally:
             os.close(fd)
-        self.tensor = torch.frombuffer(self._map, dtype=torch.uint8)
         self.pinned = pinned and register(self.tensor.data_ptr(), nbytes) == 0
 
     def close(self) -> None:
         if self.pinned:
             unregister(self.tensor.data_ptr())
             self.pinned = False
-        self.tensor, self._map = torch.empty(0, dtype=torch.uint8, device="cpu"), None
+        self.tensor = torch.empty(0, dtype=torch.uint8, device="cpu")  # unmaps it
 
     def __del__(self) -> None:
         # Memory that is unmapped while it is pinned cannot be pinned at the same address again.
