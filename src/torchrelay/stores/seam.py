@@ -9,8 +9,11 @@ Nothing here imports torch: the same code runs in the trainer and in its writer 
 
 from __future__ import annotations
 
+import errno
 import re
-from collections.abc import Iterable, Sequence
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import NamedTuple, Protocol, runtime_checkable
 
 from torchrelay.record.manifest import MAX_RECORD_BYTES
@@ -78,6 +81,42 @@ class Draft(DataFiles, Protocol):
 
     def discard(self) -> None:
         """Remove what was written, unless it is the step or may be; never raises."""
+
+
+class CommitPoint:
+    """The one operation of a draft that makes it the step: it is passed once, or revoked. Safe to
+    use from several threads.
+
+        with self.passing():    from here on no one can say that it will not happen
+            ...                 `OSError`: it did not happen; `CommitUnknownError`: it may have
+
+    A save that stops waiting for its commit revokes it. Either that is in time, and the thread that
+    was left behind does not commit any more, or the outcome is unknown.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._passing = False
+        self._revoked = False
+
+    @contextmanager
+    def passing(self) -> Iterator[None]:
+        """Within: the commit is carried out. `OSError` if it was revoked before."""
+        with self._lock:
+            if self._revoked:
+                raise OSError(errno.ECANCELED, "the save was given up")
+            self._passing = True
+        try:
+            yield
+        except OSError:
+            self._passing = False
+            raise
+
+    def revoke(self) -> bool:
+        """Whether it is certain that the commit did not happen, and will not."""
+        with self._lock:
+            self._revoked = not self._passing
+            return self._revoked
 
 
 class DataReader(Protocol):
@@ -232,3 +271,14 @@ class Store(Protocol):
 
     def free_bytes(self) -> int | None:
         """Free space for data, or None where there is no such limit."""
+
+
+def settled(look: Callable[[], Listing], committed: Callable[[Listing], list[int]]) -> list[int]:
+    """The steps of a listing that are committed. One that was removed since it was listed has a
+    successor, which may not be listed: then the listing is made again."""
+    listing = look()
+    while True:
+        steps = committed(listing)
+        if len(steps) == len(listing) or (again := look()) == listing:
+            return steps
+        listing = again

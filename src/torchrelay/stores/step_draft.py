@@ -18,8 +18,7 @@ from torchrelay.errors import CheckpointError, RelayError, StepExistsError, Stor
 from torchrelay.memory.bounded import bounded
 from torchrelay.pending import logger
 from torchrelay.record.schema import Record
-from torchrelay.stores.commit_point import commit_unknown
-from torchrelay.stores.retry import storage_faults
+from torchrelay.stores.retry import commit_unknown, storage_faults
 from torchrelay.stores.seam import Draft, Listing, Store
 from torchrelay.stores.shares.commit_record import check_files, sealed
 

@@ -9,13 +9,13 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack, suppress
 from pathlib import Path
 
-from torchrelay.stores.commit_point import CommitPoint, commit_unknown
 from torchrelay.stores.local.files import Files, lock, named
 from torchrelay.stores.local.handles import Handles
-from torchrelay.stores.local.removal import closing, remove_directory
+from torchrelay.stores.local.removal import remove_directory
 from torchrelay.stores.local.root import StepRoot, directory_id, is_committed
 from torchrelay.stores.local.step import data_sizes
-from torchrelay.stores.seam import MANIFEST, Buffer, Listing
+from torchrelay.stores.retry import commit_unknown
+from torchrelay.stores.seam import MANIFEST, Buffer, CommitPoint, Listing
 
 WRITE_OUT_BYTES = 8 << 20
 VISIBLE_SECONDS = 2.0  # that a network file system may take to show another host's directory
@@ -25,12 +25,10 @@ _TRIES = 100
 class LocalDraft(CommitPoint):
     """See `seam.Draft`. The process that calls `begin` holds the draft's lock until it ends."""
 
-    def __init__(
-        self, root: StepRoot, step: int, token: str, overwrite: bool, files: Files
-    ) -> None:
+    def __init__(self, root: StepRoot, step: int, token: str, overwrite: bool) -> None:
         super().__init__()
         self._root, self._step, self._token = root, step, token
-        self._overwrite, self._files = overwrite, files
+        self._overwrite, self._files = overwrite, root.files
         self._held: int | None = None
         self.id = ""
         self._handles: Handles[_WrittenFile] = Handles()
@@ -121,7 +119,7 @@ class LocalDraft(CommitPoint):
         with ExitStack() as held:
             with suppress(OSError):  # a file system without locks
                 if (fd := lock(target)) is not None:  # so that no one moves it back meanwhile
-                    held.enter_context(closing(fd))
+                    held.callback(os.close, fd)
             self._files.rename(target, replaced)
             try:
                 self._files.rename(self.place, target)

@@ -67,12 +67,12 @@ class LocalReader(DataReader):
     def __init__(self, directory: _Directory, path: str, once: bool) -> None:
         self._directory, self._path, self._once = directory, path, once
         self._stamp: _Stamp | None = None
-        self._in_memory = False
-        directory.patience(self._look)
 
-    def _look(self) -> None:
-        with self._lent() as file:
-            self.batched = file.direct is not None
+        def look() -> None:
+            with self._lent() as file:
+                self.batched = file.direct is not None
+
+        directory.patience(look)
 
     def _lent(self) -> AbstractContextManager[_File]:
         return self._directory.files.lent((self._path, self._once), self._open)
@@ -125,19 +125,14 @@ class LocalReader(DataReader):
         return done == sum(map(len, buffers))
 
     def read_into(self, position: int, buffers: Sequence[memoryview]) -> None:
-        if len(buffers) == 1 and not self.batched:  # as nearly all reads are
-            with suppress(OSError), self._lent() as file:
-                if os.preadv(file.fd, buffers, position) == len(buffers[0]):
-                    return
-        # A failed or short read is tried again, and the error names the file.
-        self._directory.patience(lambda: self._read_into(position, buffers))
+        def read() -> None:
+            at, views = position, [view for view in buffers if len(view)]
+            with named(self._path), self._lent() as file:
+                if file.direct is not None and len(views) == 1:
+                    at, views = _read_direct(file.direct, position, views[0])
+                _read_whole(file.fd, self._path, at, views)
 
-    def _read_into(self, position: int, buffers: Sequence[memoryview]) -> None:
-        views = [view for view in buffers if len(view)]
-        with named(self._path), self._lent() as file:
-            if file.direct is not None and len(views) == 1:
-                position, views = _read_direct(file.direct, position, views[0])
-            _read_whole(file.fd, self._path, position, views)
+        self._directory.patience(read)
 
 
 class _File:

@@ -9,17 +9,18 @@ from math import ceil
 from typing import Any
 
 from torchrelay.errors import UsageError
-from torchrelay.stores.commit_point import CommitPoint, commit_unknown
 from torchrelay.stores.local.removal import ownership
 from torchrelay.stores.objects.bucket import Bucket
 from torchrelay.stores.objects.step import (
     HEAD_BYTES,
     check_name,
+    committed_at,
     manifest_path,
     split_folder,
     with_folder,
 )
-from torchrelay.stores.seam import MAX_MANIFEST_BYTES, Buffer, Listing
+from torchrelay.stores.retry import commit_unknown
+from torchrelay.stores.seam import MAX_MANIFEST_BYTES, Buffer, CommitPoint, Listing
 
 MAX_PARTS = 10_000  # of one object, on S3 and GCS
 
@@ -55,12 +56,12 @@ class ObjectDraft(CommitPoint):
         self.place = bucket.name(self._folder)
 
     def begin(self, listing: Listing | None = None) -> None:
-        if listing is None or self._step in listing:
-            with suppress(FileNotFoundError):
-                self._check_replaces(folder_of(self._bucket, self._step))
-
-    def _check_replaces(self, committed: str) -> None:
-        """Raise unless this draft may replace a step, whose data are in that folder."""
+        if listing is not None and self._step not in listing:
+            return
+        try:
+            committed = folder_of(self._bucket, self._step)
+        except FileNotFoundError:
+            return
         name = self._bucket.name(manifest_path(self._step))
         if not self._overwrite:
             raise FileExistsError(errno.EEXIST, "the step is committed", name)
@@ -85,7 +86,7 @@ class ObjectDraft(CommitPoint):
         replaced, before = "", b""
         if self._overwrite:
             with suppress(FileNotFoundError):
-                replaced, before = split_folder(self._bucket.get(path, MAX_MANIFEST_BYTES))
+                replaced, before = committed_at(self._bucket, self._step)
         with self.passing():
             try:
                 self._bucket.put(path, content, create=not self._overwrite)

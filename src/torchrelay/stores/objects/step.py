@@ -40,6 +40,11 @@ def split_folder(manifest: bytes) -> tuple[str, bytes]:
     return match[1].decode(), b"{" + manifest[match.end() :]
 
 
+def committed_at(bucket: Bucket, step: int) -> tuple[str, bytes]:
+    """The folder of a step, and its commit record."""
+    return split_folder(bucket.get(manifest_path(step), MAX_MANIFEST_BYTES))
+
+
 class ObjectStep:
     """See `seam.OpenStep`. One request brings the record and the name of its folder."""
 
@@ -49,8 +54,7 @@ class ObjectStep:
     def __init__(self, bucket: Bucket, crew: Crew, step: int, patience: Retry) -> None:
         self._bucket, self._crew, self._step, self._patience = bucket, crew, step, patience
         self.url = bucket.name(f"step-{step}")
-        content = patience(lambda: bucket.get(manifest_path(step), MAX_MANIFEST_BYTES))
-        self._token, self._record = split_folder(content)
+        self._token, self._record = patience(lambda: committed_at(bucket, step))
 
     def manifest(self) -> bytes:
         return self._record

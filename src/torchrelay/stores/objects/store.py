@@ -14,15 +14,16 @@ import errno
 import re
 from contextlib import suppress
 from datetime import datetime, timezone
+from itertools import compress
 
 from torchrelay.errors import UsageError
 from torchrelay.memory.crew import Crew
 from torchrelay.steps import MAX_STEP
 from torchrelay.stores.objects.bucket import Bucket, ObjectInfo
 from torchrelay.stores.objects.draft import ObjectDraft, folder_of, remove_own
-from torchrelay.stores.objects.step import TOKEN, ObjectStep, manifest_path, split_folder
+from torchrelay.stores.objects.step import TOKEN, ObjectStep, committed_at, manifest_path
 from torchrelay.stores.retry import ONCE, Retry
-from torchrelay.stores.seam import DATA_NAME, MANIFEST, MAX_MANIFEST_BYTES, Listing
+from torchrelay.stores.seam import DATA_NAME, MANIFEST, Listing, settled
 
 PART_BYTES = 16 << 20
 LEAST_PART_BYTES = 5 << 20  # S3 takes no smaller part
@@ -67,14 +68,11 @@ class ObjectStore:
         self._crew = Crew(concurrency)
 
     def steps(self) -> list[int]:
-        folders = list(self.listing())
-        while True:
-            committed = self._crew.each(self._bucket.has, map(manifest_path, folders))
-            steps = [step for step, there in zip(folders, committed, strict=True) if there]
-            # One that was removed since it was listed has a successor, which may not be listed.
-            if len(steps) == len(folders) or (again := list(self.listing())) == folders:
-                return steps
-            folders = again
+        def committed(listing: Listing) -> list[int]:
+            there = self._crew.each(self._bucket.has, map(manifest_path, listing))
+            return list(compress(listing, there))
+
+        return settled(self.listing, committed)
 
     def listing(self) -> Listing:
         try:
@@ -108,7 +106,7 @@ class ObjectStore:
     def delete(self, step: int, listing: Listing | None = None) -> None:
         path = manifest_path(step)
         try:
-            token, record = split_folder(self._bucket.get(path, MAX_MANIFEST_BYTES))
+            token, record = committed_at(self._bucket, step)
         except FileNotFoundError:
             raise
         except OSError:
