@@ -11,7 +11,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import nullcontext
 from dataclasses import replace
-from functools import partial
+from functools import cached_property, partial
 from typing import NamedTuple
 
 import torch
@@ -83,7 +83,6 @@ class RankLoad:
             self._plan()
             wanted = (*self._lent, *self._wanted)
             self.nbytes = sum(self._portion(image).nbytes for image in wanted)
-        self._waves: tuple[list[Wave], list[Wave]] | None = None
 
     def _portion(self, image: int) -> Portion:
         """The part of the step that fills an image of the share."""
@@ -144,11 +143,10 @@ class RankLoad:
                 shard = read.shard
                 yield WantedBox(name, shard.start, size, shard.sizes, read.offsets, read.sizes)
 
+    @cached_property
     def _planned(self) -> tuple[list[Wave], list[Wave]]:
         """Reads into new tensors, and into the caller's. Planned when they are first needed."""
-        if self._waves is None:
-            self._waves = self._waves_of(self._new), self._waves_of(self._own)
-        return self._waves
+        return self._waves_of(self._new), self._waves_of(self._own)
 
     def _waves_of(self, reads: _Reads) -> list[Wave]:
         if not isinstance(self._step, DeviceStep):
@@ -174,7 +172,7 @@ class RankLoad:
 
         If everything is staged, it is read now, and is not read again.
         """
-        new, own = self._planned()
+        new, own = self._planned
         if self._staged:
             self._read(new, verify=True, own=False)
             return
@@ -186,7 +184,7 @@ class RankLoad:
     def make(self, *, verify: bool) -> None:
         """Read new tensors, and compute everything that will be the caller's. `MismatchError`
         where a tensor of the destination would have to hold two values."""
-        self._read(self._planned()[0], verify, own=False)
+        self._read(self._planned[0], verify, own=False)
         for first, second, path in self._share.twins:
             if not self._landing.are_equal(first, second):
                 raise MismatchError(
@@ -202,7 +200,7 @@ class RankLoad:
     ) -> Landed:
         """Read everything into its place, and end as every landing does."""
         return self._landing.end(
-            lambda: self._read(self._planned()[1], verify, own=True), together, watch
+            lambda: self._read(self._planned[1], verify, own=True), together, watch
         )
 
     def _read(self, some: list[Wave], verify: bool, *, own: bool) -> None:

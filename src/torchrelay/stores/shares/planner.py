@@ -7,6 +7,7 @@ they have in one round, and only where they differ they send details in a second
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
+from functools import partial
 from math import prod
 from typing import NamedTuple
 
@@ -89,8 +90,7 @@ class SharePlanner:
                 _answer, call.round("plan", plan.statement, plan.compare, deadline), rank=0
             )
             if isinstance(answer, Question):
-                question = answer
-                data = call.round("plan", lambda: plan.details(question), plan.rule, deadline)
+                data = call.round("plan", partial(plan.details, answer), plan.rule, deadline)
                 answer = decoded(_answer, data, rank=0)
             assert isinstance(answer, Ruling)
             return PlannedShare(plan.share(answer), plan.outlined, plan.names)
@@ -172,9 +172,7 @@ class SavePlan:
         tensors = self._described.tensors
         found = [self._source(_part(tensors[image], number)) for image, number in known.parts]
         self._planner.known = known
-        if self._stand_ins is None:
-            return Share(known.layout, found)
-        return Share(known.layout, found, self._stand_ins.region)
+        return Share(known.layout, found, self._stand_ins)
 
     def _source(self, tensor: torch.Tensor) -> torch.Tensor:
         """The tensor that has the elements: a stand-in has none."""

@@ -8,6 +8,7 @@ import torch
 from msgspec.structs import replace
 
 from torchrelay.errors import CheckpointError
+from torchrelay.plan.casting import StandIns
 from torchrelay.plan.region import Region, Stream
 from torchrelay.record.schema import Record
 from torchrelay.state.tensors import versions_of
@@ -23,15 +24,10 @@ class Share:
     """The files of one rank, ready to be written."""
 
     def __init__(
-        self,
-        layout: ShareLayout,
-        tensors: list[torch.Tensor],
-        region: Callable[[torch.Tensor, str], Region] = lambda tensor, dtype: Region.row_major(
-            tensor
-        ),
+        self, layout: ShareLayout, tensors: list[torch.Tensor], cast: StandIns | None = None
     ) -> None:
-        """`tensors`: the memory of the boxes, in their order. `region`: the bytes of a tensor in a
-        dtype, row by row."""
+        """`tensors`: the memory of the boxes, in their order. `cast`: has those of them that are
+        written in another dtype."""
         self.layout, self.tensors = layout, tensors
         self._versions = versions_of(tensors)
         self.files = [FileSpec(*file.facts) for file in layout.files]
@@ -42,7 +38,10 @@ class Share:
         for file in layout.files:
             head = torch.frombuffer(bytearray(file.header), dtype=torch.uint8)
             placed = [(0, Region.row_major(head))]
-            placed += [(at, region(tensors[n], entries[n].dtype)) for at, n in file.placed]
+            if cast is None:
+                placed += [(at, Region.row_major(tensors[n])) for at, n in file.placed]
+            else:
+                placed += [(at, cast.region(tensors[n], entries[n].dtype)) for at, n in file.placed]
             self._headers.append(head)
             self.streams.append(Stream.of(placed, file.nbytes))
 
@@ -89,14 +88,10 @@ class Share:
         self, draft: DataFiles, progress: Callable[[int], None] = lambda nbytes: None
     ) -> list[bytes]:
         """Write all files from this process; returns the digests of their chunks."""
-        writer = FileWriter(draft, self.files, progress)
-        try:
+        with FileWriter(draft, self.files, progress) as writer:
             for ranges in self._passes():
                 writer.write(ranges)
             return writer.finish()
-        except BaseException:
-            writer.abort()
-            raise
 
     def _passes(self) -> Iterator[list[Range]]:
         """Everything, in as many passes as it takes to copy device memory to the host."""

@@ -68,8 +68,8 @@ Placed = tuple[int, int, int, int]  # file, start and stop in it, position in th
 
 
 class FileWriter:
-    """The files of one rank's draft: `write` for each set of ranges, then `finish`. `base`: the
-    address of the arena that `write_staged` takes bytes from."""
+    """The files of one rank's draft: `write` for each set of ranges, then `finish`; a block that
+    fails gives them up. `base`: the address of the arena that `write_staged` takes bytes from."""
 
     def __init__(
         self,
@@ -94,6 +94,13 @@ class FileWriter:
         except BaseException:
             self.abort()
             raise
+
+    def __enter__(self) -> FileWriter:
+        return self
+
+    def __exit__(self, kind: object, fault: object, trace: object) -> None:
+        if fault is not None:
+            self.abort()
 
     def write(self, ranges: Sequence[Range]) -> None:
         """Hash and write all of the ranges; `CheckpointError` names the file that failed."""
@@ -124,8 +131,8 @@ class FileWriter:
 
     def write_staged(self, placed: Sequence[Placed]) -> None:
         """The same, of copies in the arena."""
-        at_base = self._base
-        self.write([Range(n, low, high, Staged(low, at_base + at)) for n, low, high, at in placed])
+        base = self._base
+        self.write([Range(n, low, high, Staged(low, base + at)) for n, low, high, at in placed])
 
     def _tasks(self, ranges: Sequence[Range]) -> list[_Task]:
         """The tasks of the threads. Files alternate, so that threads work on different ones. An
