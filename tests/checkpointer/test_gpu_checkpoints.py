@@ -13,7 +13,7 @@ import torch
 import torchrelay as tr
 from torchrelay.stores.reading import chunks, device_fetch
 from torchrelay.stores.reading.device_fetch import DeviceFetch
-from torchrelay.stores.shares import staging
+from torchrelay.stores.shares import share as shares
 
 pytestmark = pytest.mark.skipif(
     not torch.cuda.is_available(), reason="no GPU here: these run where there is one"
@@ -175,7 +175,7 @@ def test_a_flipped_byte_on_the_way_to_the_host_is_found_by_the_next_load(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The digest is of what the GPU had: what is staged, and then written, is another."""
-    original = staging.stage
+    original = shares.stage
 
     def stage(copies: Any, arena: torch.Tensor, *, threads: int) -> None:
         original(copies, arena, threads=threads)
@@ -183,7 +183,7 @@ def test_a_flipped_byte_on_the_way_to_the_host_is_found_by_the_next_load(
         flip(arena, copy.at + 5_000_000 - copy.start)
 
     with tr.Checkpointer(tmp_path / "run") as checkpointer:
-        monkeypatch.setattr(staging, "stage", stage)
+        monkeypatch.setattr(shares, "stage", stage)
         checkpointer.save(1, made(1))
         refused(checkpointer, "large")
 

@@ -22,7 +22,7 @@ from torchrelay.record.digest import digest
 from torchrelay.stores.dcp import Writer
 from torchrelay.stores.local.files import Files
 from torchrelay.stores.shares import share as shares
-from torchrelay.stores.shares.staging import Pipeline
+from torchrelay.stores.shares.share import Pipeline
 from torchrelay.stores.writer.file_writer import FileSpec
 
 

@@ -27,8 +27,7 @@ from torchrelay.progress import Bar, ProgressCallback
 from torchrelay.record.schema import Record
 from torchrelay.stores.seam import Store
 from torchrelay.stores.shares.planner import PlannedShare
-from torchrelay.stores.shares.share import Share
-from torchrelay.stores.shares.staging import Pipeline, arena_bytes
+from torchrelay.stores.shares.share import Pipeline, Share, arena_bytes
 from torchrelay.stores.step_draft import StepDraft
 from torchrelay.stores.writer.client import WriterProcess, WriterSave
 from torchrelay.stores.writer.file_writer import WORKERS, FileWriter
