@@ -144,12 +144,12 @@ def test_a_flipped_byte_in_a_pinned_buffer(
         """A reader of a file that changes a byte after it was read."""
 
         def __init__(self, reader: Any) -> None:
-            self.reader, self.cold, self.close = reader, reader.cold, reader.close
+            self.reader, self.cold = reader, reader.cold
 
-        def read_into(self, start: int, buffers: list[memoryview]) -> None:
-            self.reader.read_into(start, buffers)
-            if start <= 5_000_000 < start + len(buffers[0]):
-                buffers[0][5_000_000 - start] ^= 16
+        def read_into(self, start: int, view: memoryview) -> None:
+            self.reader.read_into(start, view)
+            if start <= 5_000_000 < start + len(view):
+                view[5_000_000 - start] ^= 16
 
     def opened(*args: Any, **options: Any) -> Flipping:
         return Flipping(chunks.opened(*args, **options))

@@ -61,7 +61,7 @@ class RankLoad:
         self._step = step
         self._record = record
         self._report = progress
-        self._checked, self._staged = False, options.staged
+        self._staged = options.staged
         self._files = files = _StepFiles(step, record)
         self._portions: dict[int, Portion] = {}
         self._wanted: list[int] = []  # images whose bytes are read
@@ -176,7 +176,6 @@ class RankLoad:
         if self._staged:
             self._read(new, verify=True, own=False)
             return
-        self._checked = True
         if not self._step.trusted:
             for wave in (*new, *own):
                 self._fetch(wave).check()
@@ -209,7 +208,7 @@ class RankLoad:
             wave = some.pop(0)  # its buffers are freed with it
             fetch = self._fetch(wave)
             try:
-                self.within(partial(fetch.land, verify=verify, checked=self._checked))
+                self.within(partial(fetch.land, verify=verify))
             finally:
                 landing.torn = landing.torn or (own and fetch.begun)
                 if isinstance(fetch, DeviceFetch) and fetch.instead:
@@ -251,7 +250,7 @@ class _StepFiles:
     def check_size(self, image: int) -> None:
         """No memory is allocated for a tensor whose files are smaller than the record says."""
         for file in self.tensors[image].files - self._seen:
-            opened(self._step, self._record, file).close()
+            opened(self._step, self._record, file)
             self._seen.add(file)
 
     def lend(self, shard: Shard, nbytes: int) -> torch.Tensor | None:

@@ -238,29 +238,20 @@ class RemoteReader(DataReader):
         self._file, self.nbytes = file, file.nbytes
         self._suppliers, self._deadline = suppliers, deadline
 
-    def read_into(self, position: int, buffers: Sequence[memoryview]) -> None:
-        views = [memoryview(buffer).cast("B") for buffer in buffers]
-        stop = position + sum(map(len, views))
-        size = self._file.chunk_bytes
+    def read_into(self, position: int, view: memoryview) -> None:
+        stop, size = position + len(view), self._file.chunk_bytes
         if position % size or (stop % size and stop != self.nbytes):
-            self._read_around(position, stop, views)
+            first = position // size * size
+            last = min(-(-stop // size) * size, self.nbytes)
+            whole = memoryview(bytearray(last - first))
+            self.read_into(first, whole)
+            view[:] = whole[position - first : stop - first]
             return
         at = position
         while at < stop:
-            at = self._some(at, list(_from(views, at - position)))
+            at = self._some(at, view[at - position :])
 
-    def _read_around(self, start: int, stop: int, views: list[memoryview]) -> None:
-        size = self._file.chunk_bytes
-        first = start // size * size
-        last = min(-(-stop // size) * size, self.nbytes)
-        whole = memoryview(bytearray(last - first))
-        self.read_into(first, [whole])
-        at = start - first
-        for view in views:
-            view[:] = whole[at : at + len(view)]
-            at += len(view)
-
-    def _some(self, start: int, views: list[memoryview]) -> int:
+    def _some(self, start: int, view: memoryview) -> int:
         """Read what one supplier gives of a range; returns up to where all digests match."""
         name, suppliers = self._file.name, self._suppliers
         supplier = suppliers.take(name)
@@ -268,7 +259,7 @@ class RemoteReader(DataReader):
         try:
             try:
                 seconds = max(self._deadline.left(), 0.01)
-                for part in supplier.read(name, start, views, seconds=seconds):
+                for part in supplier.read(name, start, [view], seconds=seconds):
                     if suppliers.stopped.is_set():
                         break
                     if not chunks.add(part):
@@ -313,11 +304,3 @@ def digest_of(file: ChunkedVolume, start: int) -> bytes:
     """The recorded digest of the chunk that begins at a byte."""
     place = start // file.chunk_bytes * DIGEST_BYTES
     return file.digests[place : place + DIGEST_BYTES]
-
-
-def _from(views: list[memoryview], skip: int) -> Iterator[memoryview]:
-    """The views without their first bytes."""
-    for view in views:
-        if skip < len(view):
-            yield view[skip:]
-        skip = max(0, skip - len(view))

@@ -34,8 +34,8 @@ class Sink(Protocol):
 
     ordered: bool  # positions must come in ascending order without gaps, from one thread
 
-    def write(self, position: int, buffers: Sequence[Buffer]) -> None:
-        """Put the buffers, one after the other, at a byte position of the file."""
+    def write(self, position: int, data: Buffer) -> None:
+        """Put bytes at a position of the file."""
 
     def finish(self) -> None:
         """All bytes were handed over: return when they are durable."""
@@ -120,7 +120,7 @@ class CommitPoint:
 
 
 class DataReader(Protocol):
-    """One data file of a committed step; safe to use from several threads.
+    """One data file of a committed step, until that is closed; safe to use from several threads.
 
     A step that is replaced or deleted meanwhile may become unreadable (`OSError`), but no byte of
     its successor is read in its place.
@@ -130,11 +130,11 @@ class DataReader(Protocol):
     cold: bool = False  # whether most of it has to come from a slow medium
     batched: bool = False  # whether few large reads are better than many small ones
 
-    def read_into(self, position: int, buffers: Sequence[memoryview]) -> None:
-        """Fill the buffers one after the other from a byte position. `EOFError` if it is short."""
+    def read_into(self, position: int, view: memoryview) -> None:
+        """Fill a view from a byte position on. `EOFError` if the file is too short."""
 
-    def read_cached(self, position: int, buffers: Sequence[memoryview]) -> bool:
-        """Fill the buffers from memory alone, or return False."""
+    def read_cached(self, position: int, view: memoryview) -> bool:
+        """Fill a view from memory alone, or return False."""
         return False
 
     def memory(self, position: int, nbytes: int) -> memoryview | None:
@@ -146,10 +146,6 @@ class DataReader(Protocol):
     def unchanged(self) -> bool:
         """Whether the file has not been written to since it was first opened."""
         return True
-
-    def close(self) -> None:
-        """Release what is this reader's own, and not its step's."""
-        return
 
 
 class OpenStep(Protocol):

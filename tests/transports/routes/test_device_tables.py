@@ -6,7 +6,6 @@ Pure: addresses are numbers here, and no GPU is asked.
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
 
 import numpy as np
 import pytest
@@ -92,10 +91,8 @@ class Sink:
     def __init__(self, nbytes: int) -> None:
         self.data = bytearray(nbytes)
 
-    def write(self, position: int, buffers: Sequence[Buffer]) -> None:
-        for buffer in buffers:
-            self.data[position : position + len(buffer)] = buffer
-            position += len(buffer)
+    def write(self, position: int, data: Buffer) -> None:
+        self.data[position : position + len(data)] = data
 
     def finish(self) -> None: ...
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack, suppress
 from pathlib import Path
 
@@ -87,7 +87,7 @@ class LocalDraft(CommitPoint):
         with named(path):
             fd = self._files.create(path)
             try:
-                self._files.write(fd, [manifest], 0)
+                self._files.write(fd, manifest, 0)
                 self._files.sync(fd)
             finally:
                 os.close(fd)
@@ -181,10 +181,10 @@ class LocalSink:
         path, files = self._path, self._files
         return self._handles.lent(path, lambda: _WrittenFile(open_(path), path, files))
 
-    def write(self, position: int, buffers: Sequence[Buffer]) -> None:
+    def write(self, position: int, data: Buffer) -> None:
         with named(self._path), self._lent(self._files.reopen) as file:
-            self._files.write(file.fd, buffers, position)
-            end = position + sum(map(len, buffers))
+            self._files.write(file.fd, data, position)
+            end = position + len(data)
             if end // WRITE_OUT_BYTES > position // WRITE_OUT_BYTES:
                 begin = position // WRITE_OUT_BYTES * WRITE_OUT_BYTES
                 self._files.write_out(file.fd, begin, WRITE_OUT_BYTES)

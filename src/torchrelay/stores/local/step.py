@@ -13,7 +13,6 @@ from __future__ import annotations
 import ctypes
 import errno
 import os
-from collections.abc import Sequence
 from contextlib import AbstractContextManager, closing, suppress
 from random import random
 
@@ -61,8 +60,7 @@ class LocalStep:
 
 
 class LocalReader(DataReader):
-    """A data file of a step that is open, which closes it. It is as long as it was when it was
-    first opened."""
+    """A data file of a step that is open. It is as long as it was when it was first opened."""
 
     def __init__(self, directory: _Directory, path: str, once: bool) -> None:
         self._directory, self._path, self._once = directory, path, once
@@ -113,24 +111,21 @@ class LocalReader(DataReader):
         with self._lent() as file:
             return _stamp(file.fd) == self._stamp
 
-    def read_cached(self, position: int, buffers: Sequence[memoryview]) -> bool:
+    def read_cached(self, position: int, view: memoryview) -> bool:
         flags = 0 if self._in_memory else _NO_WAIT
         if not flags and not self._in_memory:
             return False
         try:
             with self._lent() as file:
-                done = os.preadv(file.fd, buffers, position, flags)
+                return os.preadv(file.fd, [view], position, flags) == len(view)
         except OSError:
             return False
-        return done == sum(map(len, buffers))
 
-    def read_into(self, position: int, buffers: Sequence[memoryview]) -> None:
+    def read_into(self, position: int, view: memoryview) -> None:
         def read() -> None:
-            at, views = position, [view for view in buffers if len(view)]
             with named(self._path), self._lent() as file:
-                if file.direct is not None and len(views) == 1:
-                    at, views = _read_direct(file.direct, position, views[0])
-                _read_whole(file.fd, self._path, at, views)
+                done = 0 if file.direct is None else _read_direct(file.direct, position, view)
+                _read_whole(file.fd, self._path, position + done, view[done:])
 
         self._directory.patience(read)
 
@@ -182,7 +177,7 @@ def read_manifest(directory: int, url: str) -> bytes:
         if nbytes > MAX_MANIFEST_BYTES:
             raise OSError(errno.EFBIG, f"{nbytes} bytes are too many for a manifest", path)
         data = bytearray(nbytes)
-        _read_whole(file.fd, path, 0, [memoryview(data)])
+        _read_whole(file.fd, path, 0, memoryview(data))
         return bytes(data)
 
 
@@ -209,17 +204,16 @@ def _is_tmpfs(fd: int) -> bool:
     return _libc.fstatfs(fd, facts) == 0 and facts[0] == _TMPFS
 
 
-def _read_whole(fd: int, path: str, position: int, views: Sequence[memoryview]) -> None:
-    if not through(os.preadv, fd, views, position):
-        raise EOFError(f"{path} ends before byte {position + sum(map(len, views))}")
+def _read_whole(fd: int, path: str, position: int, view: memoryview) -> None:
+    if not through(os.preadv, fd, view, position):
+        raise EOFError(f"{path} ends before byte {position + len(view)}")
 
 
-def _read_direct(fd: int, position: int, view: memoryview) -> tuple[int, list[memoryview]]:
-    """Read the aligned part of a range; returns what is left to read."""
-    address = address_of(view)
+def _read_direct(fd: int, position: int, view: memoryview) -> int:
+    """Read the aligned part of a range; returns how many bytes were read."""
     whole = len(view) // PAGE * PAGE
-    if position % PAGE or address % PAGE:
-        whole = 0
+    if not whole or position % PAGE or address_of(view) % PAGE:
+        return 0
     done = 0
     while done < whole:
         try:
@@ -229,4 +223,4 @@ def _read_direct(fd: int, position: int, view: memoryview) -> tuple[int, list[me
         if count % PAGE or not count:
             break
         done += count
-    return position + done, [view[done:]] if done < len(view) else []
+    return done

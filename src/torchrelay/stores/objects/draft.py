@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-from collections.abc import Sequence
 from contextlib import suppress
 from math import ceil
 from typing import Any
@@ -135,21 +134,19 @@ class ObjectSink:
         self._written = 0
         self._open = True
 
-    def write(self, position: int, buffers: Sequence[Buffer]) -> None:
+    def write(self, position: int, data: Buffer) -> None:
         self._check_open()
         if position != self._written:
             raise UsageError(f"{self._path}: byte {self._written} is next, not {position}")
-        views = [memoryview(buffer).cast("B") for buffer in buffers]
-        if position + sum(map(len, views)) > self._nbytes:
+        if position + len(data) > self._nbytes:
             raise UsageError(f"{self._path}: more than the {self._nbytes} bytes it was opened for")
-        for view in filter(len, views):
-            try:
-                with self._bucket.named(self._path):
-                    self._writer.write(bytes(view))  # which it keeps
-            except BaseException:
-                self._stop()
-                raise
-            self._written += len(view)
+        try:
+            with self._bucket.named(self._path):
+                self._writer.write(bytes(data))  # which it keeps
+        except BaseException:
+            self._stop()
+            raise
+        self._written += len(data)
 
     def finish(self) -> None:
         self._check_open()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import re
-from collections.abc import Sequence
 
 from torchrelay.errors import UsageError
 from torchrelay.memory.crew import Crew
@@ -88,17 +87,13 @@ class ObjectReader(DataReader):
         self._bucket, self._crew, self._path, self._patience = bucket, crew, path, patience
         self.nbytes = patience(lambda: bucket.nbytes(path))
 
-    def read_into(self, position: int, buffers: Sequence[memoryview]) -> None:
-        views = [memoryview(buffer).cast("B") for buffer in buffers]
-        end = position + sum(map(len, views))
+    def read_into(self, position: int, view: memoryview) -> None:
+        end = position + len(view)
         if end > self.nbytes:
             name = self._bucket.name(self._path)
             raise EOFError(f"{name} has {self.nbytes} bytes, the read ends at {end}")
-        parts = []
-        for view in views:
-            cuts = range(0, len(view), RANGE_BYTES)
-            parts += [(position + at, view[at : at + RANGE_BYTES]) for at in cuts]
-            position += len(view)
+        cuts = range(0, len(view), RANGE_BYTES)
+        parts = [(position + at, view[at : at + RANGE_BYTES]) for at in cuts]
         if len(parts) == 1:
             self._fetch(*parts[0])
             return

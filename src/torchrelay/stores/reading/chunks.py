@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import mmap
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import closing, contextmanager
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import xxhash
@@ -47,7 +47,6 @@ def opened(step: OpenStep, record: Record, file: int, *, once: bool = False) -> 
     with reading(step, record, whole):
         reader = step.reader(expected.name, once=once)
     if reader.nbytes != expected.nbytes:
-        reader.close()
         problem = f"has {reader.nbytes} bytes, {expected.nbytes} were written"
         lost = whole._replace(start=min(reader.nbytes, expected.nbytes))
         raise damaged(step, record, lost, problem)
@@ -127,10 +126,12 @@ class ChunkReads:
         self._progress = progress or (lambda nbytes: None)
         self._batched = step.costly_reads
         self.begun = False  # whether files were opened, so that bytes may have come
+        self._checked = False
 
     def check(self) -> None:
         """Raise `DamagedError` unless every chunk that has wanted bytes has its digest."""
         self._run(self._check, self._chunks, once=False)
+        self._checked = True
 
     def _check(self, task: Task, reader: DataReader, scratch: Scratch) -> None:
         verifier, memory = Verifier(self._step, self._record, task), self._memory(task, reader)
@@ -171,11 +172,7 @@ class ChunkReads:
             return do
 
         self.begun = True
-        try:
-            share_out(tasks, work, workers)
-        finally:
-            for reader in readers.values():
-                reader.close()
+        share_out(tasks, work, workers)
 
     def _is_batched(self, reader: DataReader) -> bool:
         return self._batched or reader.batched
@@ -199,7 +196,7 @@ class ChunkReads:
 
     def _read(self, task: Task, reader: DataReader, at: int, view: memoryview) -> None:
         with reading(self._step, self._record, task):
-            reader.read_into(at, [view])
+            reader.read_into(at, view)
 
 
 class Verifier:
@@ -260,7 +257,8 @@ def check_chunks(
 def read_chunks(step: OpenStep, record: Record, task: Task) -> memoryview:
     """Read a range of whole chunks; `DamagedError` unless each has its digest."""
     data = memoryview(bytearray(task.stop - task.start))
-    with closing(opened(step, record, task.file)) as reader, reading(step, record, task):
-        reader.read_into(task.start, [data])
+    reader = opened(step, record, task.file)
+    with reading(step, record, task):
+        reader.read_into(task.start, data)
     Verifier(step, record, task).update(data)
     return data

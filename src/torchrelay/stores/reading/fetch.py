@@ -54,15 +54,15 @@ class Fetch(ChunkReads):
         # Each copy to a device has its price.
         self._batched |= any(stream.devices for stream in self._streams.values())
 
-    def land(self, *, verify: bool = True, checked: bool = False) -> None:
+    def land(self, *, verify: bool = True) -> None:
         """Fill the destinations. With `verify`, `DamagedError` if a chunk is not what was written.
 
-        After `check` (`checked`), bytes that come out of the same memory again are not hashed a
-        second time; bytes that the medium has to supply again are.
+        After `check`, bytes that come out of the same memory again are not hashed a second time;
+        bytes that the medium has to supply again are.
         """
         if not verify or self._step.trusted:
             self._run(partial(self._land, verify=False), self._exactly, once=True)
-        elif checked:
+        elif self._checked:
             self._run(self._land_again, self._chunks, once=False)
         else:
             self._run(self._land, self._chunks, once=True)
@@ -89,7 +89,7 @@ class Fetch(ChunkReads):
         memory = self._memory(task, reader)
 
         def read(at: int, view: memoryview) -> bool:
-            return reader.read_cached(at, [view])
+            return reader.read_cached(at, view)
 
         again = memory is not None or not self._batched
         if not again or not self._into_place(task, reader, scratch, memory, read):

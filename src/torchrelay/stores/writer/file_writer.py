@@ -137,23 +137,19 @@ class FileWriter:
     def _tasks(self, ranges: Sequence[Range]) -> list[_Task]:
         """The tasks of the threads. Files alternate, so that threads work on different ones. An
         ordered file is one task."""
-        by_file: dict[int, list[_Task]] = {}
+        by_file: dict[int, list[Range]] = {}
         for part in ranges:
             chunk = self._files[part.file].chunk_bytes
             size = chunk * max(1, TASK_BYTES // chunk)
-            cuts = [
+            by_file.setdefault(part.file, []).extend(
                 part._replace(start=at, stop=min(at + size, part.stop))
                 for at in range(part.start, part.stop, size)
-            ]
-            tasks = by_file.setdefault(part.file, [])
-            if not self._sinks[part.file].ordered:
-                tasks += [[cut] for cut in cuts]
-            elif tasks:
-                tasks[0] += cuts
-            else:
-                tasks.append(cuts)
-        turns = zip_longest(*by_file.values())
-        return [task for turn in turns for task in turn if task is not None]
+            )
+        queues: list[list[_Task]] = [
+            [cuts] if self._sinks[file].ordered else [[cut] for cut in cuts]
+            for file, cuts in by_file.items()
+        ]
+        return [task for turn in zip_longest(*queues) for task in turn if task is not None]
 
     def _write(self, part: Range, buffer: ctypes.Array[ctypes.c_char]) -> None:
         file, sink = self._files[part.file], self._sinks[part.file]
@@ -164,7 +160,7 @@ class FileWriter:
             for position, view in _pieces(part.memory, at, end, buffer):
                 if hasher is not None:
                     hasher.update(view)
-                sink.write(position, [view])
+                sink.write(position, view)
             if hasher is not None:
                 place = at // size * 16
                 self._digests[part.file][place : place + 16] = hasher.digest()
