@@ -15,6 +15,7 @@ import pytest
 from tests.stores.test_conformance import contents, manifest, read, save, write
 from tests.support.s3 import BUCKET, LOSE, S3
 from torchrelay.errors import UsageError
+from torchrelay.stores.objects import draft as drafts
 from torchrelay.stores.objects.bucket import client_options
 from torchrelay.stores.objects.store import ObjectStore
 
@@ -24,13 +25,19 @@ MIB = 1 << 20
 PART = 5 * MIB
 
 
+@pytest.fixture(autouse=True)
+def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(drafts, "PART_BYTES", PART)
+    monkeypatch.setattr(drafts, "CONCURRENCY", 2)
+
+
 @pytest.fixture
 def url(s3: S3) -> str:
     return s3.url("runs/a")
 
 
 def open_at(url: str, **options: Any) -> ObjectStore:
-    return ObjectStore(url, **({"timeout": 60, "part_bytes": PART} | options))
+    return ObjectStore(url, **({"timeout": 60} | options))
 
 
 def leave_behind(url: str, step: int, token: str) -> None:
@@ -330,7 +337,7 @@ def test_a_manifest_without_a_proper_folder_is_damaged(s3: S3, url: str, token: 
 
 def test_a_part_that_fails_ends_the_upload(s3: S3, url: str) -> None:
     s3.hook = lambda method, path: 403 if "partNumber=2" in path else None
-    draft = open_at(url, concurrency=2).draft(1, "t")
+    draft = open_at(url).draft(1, "t")
     sink = draft.open("a.safetensors", 8 * PART)
     with pytest.raises(PermissionError, match=r"runs/a/step-1/t/a\.safetensors"):
         for start in range(0, 8 * PART, PART):
@@ -419,8 +426,6 @@ def test_bad_names_are_refused(name: str) -> None:
         ("file:///tmp/x", {}),
         ("http://host/bucket", {}),
         ("memory://", {"timeout": 0}),
-        ("memory://", {"part_bytes": 1}),
-        ("memory://", {"concurrency": 0}),
     ],
 )
 def test_bad_arguments_are_refused(url: str, options: dict[str, Any]) -> None:

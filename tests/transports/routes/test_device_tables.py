@@ -14,7 +14,7 @@ import xxhash
 
 from torchrelay.geometry.runs import Runs
 from torchrelay.stores.seam import Buffer
-from torchrelay.stores.writer.file_writer import FileSpec, FileWriter, Range, Staged
+from torchrelay.stores.writer.file_writer import FileSpec, FileWriter, Range
 from torchrelay.transports.routes.cuda import handles
 from torchrelay.transports.routes.cuda.handles import Export, IpcError, pack, sources
 
@@ -118,7 +118,7 @@ def test_chunks_whose_digests_are_known_are_not_hashed_again() -> None:
     files = Files()
     spec = FileSpec("a", len(image), chunk, bytes(known))
     writing = FileWriter(files, [spec])
-    writing.write([Range(0, 0, len(image), Staged(0, data.data_ptr()))])
+    writing.write([Range(0, 0, len(image), data.data_ptr())])
     (digests,) = writing.finish()
     assert bytes(files.sinks["a"].data) == image
     for index in range(count):
@@ -132,5 +132,5 @@ def test_a_file_whose_digests_are_all_known_keeps_them() -> None:
     data = torch.frombuffer(bytearray(image), dtype=torch.uint8)
     files = Files()
     writing = FileWriter(files, [FileSpec("a", len(image), 4096, b"\7" * 64)])
-    writing.write([Range(0, 0, len(image), Staged(0, data.data_ptr()))])
+    writing.write([Range(0, 0, len(image), data.data_ptr())])
     assert writing.finish() == [b"\7" * 64] and bytes(files.sinks["a"].data) == image

@@ -168,10 +168,10 @@ class LocalSink:
     ordered = False
 
     def __init__(
-        self, path: str, files: Files, nbytes: int, handles: Handles[_WrittenFile] | None = None
+        self, path: str, files: Files, nbytes: int, handles: Handles[_WrittenFile]
     ) -> None:
         self._path, self._files, self._nbytes = path, files, nbytes
-        self._handles: Handles[_WrittenFile] = Handles() if handles is None else handles
+        self._handles = handles
         self._ended = False
         with named(path), self._lent(files.create):
             pass

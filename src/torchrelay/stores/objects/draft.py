@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 from contextlib import suppress
 from math import ceil
-from typing import Any
 
 from torchrelay.errors import UsageError
 from torchrelay.stores.local.removal import ownership
@@ -21,7 +20,9 @@ from torchrelay.stores.objects.step import (
 from torchrelay.stores.retry import commit_unknown
 from torchrelay.stores.seam import MAX_MANIFEST_BYTES, Buffer, CommitPoint, Listing
 
+PART_BYTES = 16 << 20  # S3 takes none below 5 MiB
 MAX_PARTS = 10_000  # of one object, on S3 and GCS
+CONCURRENCY = 8  # requests at once
 
 
 def folder_of(bucket: Bucket, step: int) -> str:
@@ -38,19 +39,10 @@ def remove_own(bucket: Bucket, folder: str, record: bytes | None = None) -> None
 class ObjectDraft(CommitPoint):
     """See `seam.Draft`. `begin` writes nothing: a draft exists with its first data object."""
 
-    def __init__(
-        self,
-        bucket: Bucket,
-        step: int,
-        token: str,
-        overwrite: bool,
-        part_bytes: int,
-        concurrency: int,
-    ) -> None:
+    def __init__(self, bucket: Bucket, step: int, token: str, overwrite: bool) -> None:
         super().__init__()
         self._bucket, self._step, self._overwrite = bucket, step, overwrite
         self._token = self.id = token
-        self._part_bytes, self._concurrency = part_bytes, concurrency
         self._folder = f"step-{step}/{token}"
         self.place = bucket.name(self._folder)
 
@@ -72,10 +64,7 @@ class ObjectDraft(CommitPoint):
 
     def open(self, name: str, nbytes: int) -> ObjectSink:
         check_name(name)
-        part_bytes = max(self._part_bytes, ceil(nbytes / MAX_PARTS))
-        path = f"{self._folder}/{name}"
-        writer = self._bucket.writer(path, part_bytes, self._concurrency)
-        return ObjectSink(self._bucket, writer, path, nbytes, part_bytes)
+        return ObjectSink(self._bucket, f"{self._folder}/{name}", nbytes)
 
     def sizes(self) -> dict[str, int]:
         return self._bucket.sizes(self._folder)
@@ -126,11 +115,10 @@ class ObjectSink:
 
     ordered = True
 
-    def __init__(
-        self, bucket: Bucket, writer: Any, path: str, nbytes: int, part_bytes: int
-    ) -> None:
-        self._bucket, self._writer, self._path = bucket, writer, path
-        self._nbytes, self._part_bytes = nbytes, part_bytes
+    def __init__(self, bucket: Bucket, path: str, nbytes: int) -> None:
+        self._bucket, self._path, self._nbytes = bucket, path, nbytes
+        self._part_bytes = max(PART_BYTES, ceil(nbytes / MAX_PARTS))
+        self._writer = bucket.writer(path, self._part_bytes, CONCURRENCY)
         self._written = 0
         self._open = True
 

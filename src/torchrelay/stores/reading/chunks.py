@@ -130,7 +130,7 @@ class ChunkReads:
 
     def check(self) -> None:
         """Raise `DamagedError` unless every chunk that has wanted bytes has its digest."""
-        self._run(self._check, self._chunks, once=False)
+        self._run(self._check, once=False)
         self._checked = True
 
     def _check(self, task: Task, reader: DataReader, scratch: Scratch) -> None:
@@ -142,11 +142,14 @@ class ChunkReads:
             self._read(task, reader, at, view)
             verifier.update(view)
 
-    def _run(self, act: Act, cut: Callable[[int, bool], Iterable[Task]], *, once: bool) -> None:
-        """Have the tasks done that `cut` makes of each file; `once`: they are not read again."""
+    def _run(self, act: Act, *, once: bool, exact: bool = False) -> None:
+        """Have all spans done. `once`: they are not read again. `exact`: the wanted bytes and no
+        others, unless reads need alignment; otherwise chunks are whole."""
         readers = {file: opened(self._step, self._record, file, once=once) for file in self._spans}
         tasks = [
-            task for file, reader in readers.items() for task in cut(file, self._is_batched(reader))
+            Task(file, *span)
+            for file, reader in readers.items()
+            for span in self._cut(file, exact and not self._is_batched(reader))
         ]
         workers = WORKERS  # more where some of them wait
         if self._step.costly_reads:
@@ -177,10 +180,12 @@ class ChunkReads:
     def _is_batched(self, reader: DataReader) -> bool:
         return self._batched or reader.batched
 
-    def _chunks(self, file: int, batched: bool) -> Iterator[Task]:
-        """Ranges of whole chunks, of a size that is worth a task or a request."""
-        for span in whole_chunks(self._record.volumes[file], self._spans[file], TASK_BYTES):
-            yield Task(file, *span)
+    def _cut(self, file: int, exact: bool) -> Iterable[tuple[int, int]]:
+        """The spans of a file in ranges of a size that is worth a task or a request."""
+        spans, size = self._spans[file], TASK_BYTES
+        if not exact:
+            return whole_chunks(self._record.volumes[file], spans, size)
+        return ((at, min(stop, at + size)) for low, stop in spans for at in range(low, stop, size))
 
     def _in_scratch(self, task: Task, reader: DataReader, scratch: Scratch) -> Views:
         """Positions of the pieces of a range, each in the same memory."""

@@ -7,6 +7,7 @@ they have in one round, and only where they differ they send details in a second
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
 from functools import partial
 from math import prod
 from typing import NamedTuple
@@ -53,26 +54,23 @@ class PlannedShare(NamedTuple):
     names: Sequence[str] | None = None
 
 
+@dataclass
 class SharePlanner:
     """Plans the shares of one rank. It keeps the last plan, which the next save of such a state
-    uses again, and no tensor."""
+    uses again, and no tensor.
 
-    def __init__(
-        self,
-        rank: int,
-        world: int,
-        file_bytes: int | None,
-        members: Collection[int] | None = None,
-        dtype: torch.dtype | None = None,
-        prepare: Callable[[object], object] | None = None,
-    ) -> None:
-        """`members`: the ranks that take part as meshes count them, where that is known. Replicas
-        of other ranks do not count. `dtype`: that floating tensors are cast to.
-        `prepare`: makes of a state the one that is saved."""
-        self.dtype, self.prepare = dtype, prepare
-        self.rank, self.world, self.file_bytes = rank, world, file_bytes
-        self.members = members
-        self.known: _KnownPlan | None = None
+    `members`: the ranks that take part as meshes count them, where that is known. Replicas of other
+    ranks do not count. `dtype`: that floating tensors are cast to. `prepare`: makes of a state the
+    one that is saved.
+    """
+
+    rank: int
+    world: int
+    file_bytes: int | None
+    members: Collection[int] | None = None
+    dtype: torch.dtype | None = None
+    prepare: Callable[[object], object] | None = None
+    known: _KnownPlan | None = None
 
     def plan(
         self,

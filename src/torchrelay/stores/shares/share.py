@@ -26,7 +26,7 @@ from torchrelay.stores.seam import DataFiles
 from torchrelay.stores.shares.device_hashing import DeviceHashing
 from torchrelay.stores.shares.layout import ShareLayout
 from torchrelay.stores.writer.client import WriterSave
-from torchrelay.stores.writer.file_writer import FileSpec, FileWriter, Placed, Range, Staged
+from torchrelay.stores.writer.file_writer import FileSpec, FileWriter, Placed, Range
 
 PASS_BYTES = 64 << 20
 SLOTS = 4  # of an arena smaller than the share
@@ -116,7 +116,7 @@ class Share:
             for start in range(0, file.nbytes, size):
                 stop = min(start + size, file.nbytes)
                 stream.read(start, stop, buffer)
-                yield [Range(index, start, stop, Staged(start, buffer.data_ptr()))]
+                yield [Range(index, start, stop, buffer.data_ptr() - start)]
 
     def written(self, digests: Sequence[bytes]) -> Record:
         """The report of what was written, with the digests of each file's chunks."""
@@ -140,30 +140,24 @@ def fills(files: list[FileSpec], slot_bytes: int) -> Iterator[list[Placed]]:
     different files; the pieces of each file come in order and are cut at its chunks."""
     at = [0] * len(files)
     while left := [i for i, file in enumerate(files) if at[i] < file.nbytes]:
+        left.sort(key=lambda i: files[i].nbytes - at[i])  # short ones leave room to the others
         slot: list[Placed] = []
         used = 0
-        fits = sum(paged(files[i].nbytes - at[i]) for i in left) <= slot_bytes
         for place, index in enumerate(left):
-            file = files[index]
-            room = (slot_bytes - used) // (1 if fits else len(left) - place)
-            stop = min(file.nbytes, at[index] + room // file.chunk_bytes * file.chunk_bytes)
-            if file.nbytes - at[index] <= room:
-                stop = file.nbytes
-            if stop > at[index]:
-                slot.append((index, at[index], stop, used))
-                used += paged(stop - at[index])
+            file, start = files[index], at[index]
+            room = (slot_bytes - used) // (len(left) - place)
+            whole_chunks = start + room // file.chunk_bytes * file.chunk_bytes
+            stop = file.nbytes if file.nbytes - start <= room else whole_chunks
+            if stop > start:
+                slot.append((index, start, stop, used))
+                used += paged(stop - start)
                 at[index] = stop
         if not slot:
-            index = left[0]
-            stop = min(at[index] + files[index].chunk_bytes, files[index].nbytes)
-            if stop - at[index] > slot_bytes:
-                raise CheckpointError(
-                    f"a slot of {slot_bytes} bytes is smaller than a chunk of "
-                    f"{files[index].chunk_bytes}: give a larger memory_budget",
-                    phase="stage",
-                )
-            slot.append((index, at[index], stop, 0))
-            at[index] = stop
+            raise CheckpointError(
+                f"a slot of {slot_bytes} bytes is smaller than a chunk of "
+                f"{files[left[-1]].chunk_bytes}: give a larger memory_budget",
+                phase="stage",
+            )
         yield slot
 
 

@@ -31,16 +31,6 @@ FINISHERS = 32  # files that are made durable at once
 WORKERS = max(2, min(8, (os.cpu_count() or 2) // 2))
 
 
-class Staged(NamedTuple):
-    """A copy in one piece that does not change until it is written: `address` has byte `start`."""
-
-    start: int
-    address: int
-
-    def view(self, start: int, stop: int) -> memoryview:
-        return host_view(self.address + start - self.start, stop - start)
-
-
 class FileSpec(NamedTuple):
     """A file to write. `digests`: those of its chunks that are known, zeros for others, or none."""
 
@@ -53,14 +43,15 @@ class FileSpec(NamedTuple):
 class Range(NamedTuple):
     """Bytes [start, stop) of a file; `start` is a multiple of its chunk size.
 
-    `memory` has them by their position in the file. Unless it is `Staged` it may change at any
-    time.
+    `memory` has them by their position in the file, and may change at any time. Or they are a copy
+    in one piece that does not change until it is written: then `memory` is the address at which
+    byte 0 of the file would be.
     """
 
     file: int
     start: int
     stop: int
-    memory: Runs | Staged
+    memory: Runs | int
 
 
 _Task = list[Range]
@@ -132,7 +123,7 @@ class FileWriter:
     def write_staged(self, placed: Sequence[Placed]) -> None:
         """The same, of copies in the arena."""
         base = self._base
-        self.write([Range(n, low, high, Staged(low, base + at)) for n, low, high, at in placed])
+        self.write([Range(n, low, high, base + at - low) for n, low, high, at in placed])
 
     def _tasks(self, ranges: Sequence[Range]) -> list[_Task]:
         """The tasks of the threads. Files alternate, so that threads work on different ones. An
@@ -207,12 +198,12 @@ def _are_known(file: FileSpec, start: int, stop: int) -> bool:
 
 
 def _pieces(
-    memory: Runs | Staged, start: int, stop: int, buffer: ctypes.Array[ctypes.c_char]
+    memory: Runs | int, start: int, stop: int, buffer: ctypes.Array[ctypes.c_char]
 ) -> Iterator[tuple[int, memoryview]]:
     """The bytes [start, stop) by their positions, where no one else can change them: in one piece,
     or one after the other in the caller's buffer."""
-    if isinstance(memory, Staged):
-        yield start, memory.view(start, stop)
+    if isinstance(memory, int):
+        yield start, host_view(memory + start, stop - start)
         return
     whole = memoryview(buffer).cast("B")
     for at in range(start, stop, len(buffer)):
