@@ -20,7 +20,7 @@ import torch
 
 from torchrelay.arguments import items_of
 from torchrelay.checkpointer.rank_load import RankLoad
-from torchrelay.checkpointer.selection import check_include, with_savers
+from torchrelay.checkpointer.selection import add_savers, check_include
 from torchrelay.coordination.call import Call
 from torchrelay.coordination.coordinator import Coordinator
 from torchrelay.deadlines import Deadline, Stopwatch
@@ -309,7 +309,8 @@ class Loader:
                 workspace=self._workspace,
             )
         except MismatchError as fault:
-            raise with_savers(fault, opened.record, rank) from fault
+            add_savers(fault, opened.record, rank)
+            raise
         except ManifestError as fault:
             raise DamagedError(
                 f"the record contradicts itself: {fault.message}",

@@ -111,8 +111,7 @@ class RankLoad:
         for image, storage, offset in self._landing.held.all():
             if image in self._lent:
                 continue
-            portion = self._wants(image)
-            _check_room(portion, storage.nbytes() - offset)
+            portion = self._want(image, storage.nbytes() - offset)
             shard = portion.shard
             if shard is not None and storage.device.type == "cpu":
                 # The landing keeps the memory.
@@ -120,17 +119,26 @@ class RankLoad:
             else:
                 self._new.boxes.extend(_all_of(portion, portion.over(storage, offset)))
         for image, tensor in self._landing.own():
-            portion = self._wants(image)
-            _check_room(portion, tensor.numel() * tensor.element_size())
+            portion = self._want(image, tensor.numel() * tensor.element_size())
             shard = portion.shard
             if shard is not None and tensor.is_cpu and tensor.is_contiguous():
                 self._own.add_shard(shard, portion, tensor, tensor.data_ptr())
             else:
                 self._own.boxes.extend(_all_of(portion, tensor.detach()))
 
-    def _wants(self, image: int) -> Portion:
+    def _want(self, image: int, room: int) -> Portion:
+        """The part of the step that is read for an image, with `room` bytes for it.
+
+        Every load, pull and gather passes here before it reads: sizes of a record meet memory that
+        was made by other sizes. `ManifestError` where that is too small.
+        """
         self._wanted.append(image)
-        return self._portion(image)
+        portion = self._portion(image)
+        if portion.nbytes > room:
+            raise ManifestError(
+                f"{portion.nbytes} bytes of {portion.tensor.name[:80]!r} for memory of {room} bytes"
+            )
+        return portion
 
     def wanted(self) -> Iterator[WantedBox]:
         """Everything that is going to be read of the step."""
@@ -259,18 +267,6 @@ class _StepFiles:
             return None
         name = self._record.volumes[shard.file].name
         return torch.frombuffer(self._step.lend(name, shard.start, nbytes), dtype=torch.uint8)
-
-
-def _check_room(portion: Portion, room: int) -> None:
-    """Raise `ManifestError` for memory that is smaller than what the record says goes there.
-
-    Every load, pull and gather passes here before it reads: sizes of a record meet memory that was
-    made by other sizes.
-    """
-    if portion.nbytes > room:
-        raise ManifestError(
-            f"{portion.nbytes} bytes of {portion.tensor.name[:80]!r} for memory of {room} bytes"
-        )
 
 
 def _all_of(portion: Portion, place: torch.Tensor) -> Iterable[BoxRead]:

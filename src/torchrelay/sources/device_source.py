@@ -160,10 +160,6 @@ class DeviceReader(DataReader):
             source = device_bytes(self._address + position, len(view), self._device)
             torch.frombuffer(view, dtype=torch.uint8).copy_(source)
 
-    def read_cached(self, position: int, view: memoryview) -> bool:
-        self.read_into(position, view)
-        return True
-
 
 class DeviceSource:
     """See `seam.Source`. `step`: the one that is wanted, or the newest. `verify`: digests are made

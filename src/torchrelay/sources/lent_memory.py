@@ -204,9 +204,3 @@ class MappedReader(DataReader):
                 self.read_into(position, piece)
                 position += len(piece)
                 yield piece
-
-    def read_cached(self, position: int, view: memoryview) -> bool:
-        with suppress(OSError, EOFError):
-            self.read_into(position, view)
-            return True
-        return False

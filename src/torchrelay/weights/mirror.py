@@ -85,10 +85,6 @@ class MirrorReader(DataReader):
         for run in runs.volume_between(position, position + len(view)):
             run.of_volume(np.frombuffer(view, np.uint8), position)[...] = run.of_packed(packed)
 
-    def read_cached(self, position: int, view: memoryview) -> bool:
-        self.read_into(position, view)
-        return True
-
 
 def _content(file: VolumeRecord) -> tuple[int, int, bytes]:
     return file.nbytes, file.chunk_bytes, bytes(file.digests)

@@ -20,7 +20,7 @@ import xxhash
 from torchrelay.coordination.call import Call
 from torchrelay.coordination.messages import decoded
 from torchrelay.deadlines import Deadline
-from torchrelay.errors import CheckpointError, ManifestError, UnsupportedLeafError
+from torchrelay.errors import ManifestError, UnsupportedLeafError
 from torchrelay.plan.at_rest import Described, describe
 from torchrelay.plan.casting import StandIns
 from torchrelay.plan.stored import Names
@@ -33,6 +33,7 @@ from torchrelay.state import tensors as t
 from torchrelay.state.local_parts import LocalBoxes, local_parts
 from torchrelay.state.paths import empty_tensors
 from torchrelay.stores.shares import ownership
+from torchrelay.stores.shares.commit_record import refused
 from torchrelay.stores.shares.held import Holder, row_of
 from torchrelay.stores.shares.layout import Entry, ShareLayout, arrange
 from torchrelay.stores.shares.outlines import image_bytes, merge, shape_of
@@ -248,18 +249,11 @@ def _outline(told: Details, rank: int) -> tuple[Record, Sequence[str]] | None:
     """The outline that another rank has sent, and the names of its images."""
     if told.outline is None:
         return None
-    try:
+    with refused("an outline that another rank sent", "plan", rank):
         record = decode(told.outline, "part")
         if len(record.outlines) != 1 or record.boxes:
             raise ManifestError("not the outline of one rank")
         return record, Names(record).all()
-    except ManifestError as fault:
-        raise CheckpointError(
-            f"an outline that another rank sent is wrong, {fault.message}: see whether all ranks "
-            "run the same version of torchrelay",
-            rank=rank,
-            phase="plan",
-        ) from fault
 
 
 def _empty(described: Described) -> list[Entry]:
