@@ -49,7 +49,7 @@ STRANGERS = {frozenset({"transports", "stores"})}
 # The same inside of parts that are large.
 INSIDE: dict[str, list[set[str]]] = {
     "stores": [
-        {"seam", "retry", "safetensors", "commit_point"},
+        {"seam", "retry", "safetensors"},
         {"local", "objects"},
         {"locate", "opening"},
         {"writer"},

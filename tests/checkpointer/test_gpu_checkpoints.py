@@ -13,7 +13,7 @@ import torch
 import torchrelay as tr
 from torchrelay.stores.reading import chunks, device_fetch
 from torchrelay.stores.reading.device_fetch import DeviceFetch
-from torchrelay.stores.shares import staging
+from torchrelay.stores.shares import share as shares
 
 pytestmark = pytest.mark.skipif(
     not torch.cuda.is_available(), reason="no GPU here: these run where there is one"
@@ -144,12 +144,12 @@ def test_a_flipped_byte_in_a_pinned_buffer(
         """A reader of a file that changes a byte after it was read."""
 
         def __init__(self, reader: Any) -> None:
-            self.reader, self.cold, self.close = reader, reader.cold, reader.close
+            self.reader, self.cold = reader, reader.cold
 
-        def read_into(self, start: int, buffers: list[memoryview]) -> None:
-            self.reader.read_into(start, buffers)
-            if start <= 5_000_000 < start + len(buffers[0]):
-                buffers[0][5_000_000 - start] ^= 16
+        def read_into(self, start: int, view: memoryview) -> None:
+            self.reader.read_into(start, view)
+            if start <= 5_000_000 < start + len(view):
+                view[5_000_000 - start] ^= 16
 
     def opened(*args: Any, **options: Any) -> Flipping:
         return Flipping(chunks.opened(*args, **options))
@@ -175,7 +175,7 @@ def test_a_flipped_byte_on_the_way_to_the_host_is_found_by_the_next_load(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The digest is of what the GPU had: what is staged, and then written, is another."""
-    original = staging.stage
+    original = shares.stage
 
     def stage(copies: Any, arena: torch.Tensor, *, threads: int) -> None:
         original(copies, arena, threads=threads)
@@ -183,7 +183,7 @@ def test_a_flipped_byte_on_the_way_to_the_host_is_found_by_the_next_load(
         flip(arena, copy.at + 5_000_000 - copy.start)
 
     with tr.Checkpointer(tmp_path / "run") as checkpointer:
-        monkeypatch.setattr(staging, "stage", stage)
+        monkeypatch.setattr(shares, "stage", stage)
         checkpointer.save(1, made(1))
         refused(checkpointer, "large")
 

@@ -195,7 +195,7 @@ def test_what_is_lent_is_never_written_to(endpoint: Endpoint) -> None:
     for step, source, opened in held:
         file = opened.record.volumes[0]
         whole = bytearray(file.nbytes)
-        opened.files.reader(file.name).read_into(0, [memoryview(whole)])
+        opened.files.reader(file.name).read_into(0, memoryview(whole))
         assert _state(step)["w"].numpy().tobytes() in bytes(whole)
         opened.close()
         source.end()
@@ -214,7 +214,7 @@ def test_a_publisher_that_dies_is_an_error(endpoint: Endpoint) -> None:
     with pytest.raises(PeerLostError, match="publisher at"):
         until = Deadline(30)
         while not until.passed:
-            reader.read_into(0, [memoryview(buffer)])
+            reader.read_into(0, memoryview(buffer))
     opened.close()
     source.end()
 

@@ -196,7 +196,7 @@ def test_a_lease_keeps_its_version(trainer: Trainer) -> None:
         trainer.publish(step)
         assert tr.pull(trainer.url, into=_state(1), timeout=SECONDS).step == step
     whole = bytearray(opened.record.volumes[0].nbytes)
-    opened.files.reader(opened.record.volumes[0].name).read_into(0, [memoryview(whole)])
+    opened.files.reader(opened.record.volumes[0].name).read_into(0, memoryview(whole))
     assert bytes(_bytes(_state(60)["w"]).flatten().tolist()) in bytes(whole)
     opened.close()
     source.end()

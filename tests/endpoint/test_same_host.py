@@ -65,7 +65,7 @@ def test_memory_that_is_lent_is_never_written_to(stage: Stage) -> None:
         assert _is(tr.pull(stage.url, timeout=60).state, seed)
     file = opened.record.volumes[0]
     whole = bytearray(file.nbytes)
-    opened.files.reader(file.name).read_into(0, [memoryview(whole)])
+    opened.files.reader(file.name).read_into(0, memoryview(whole))
     assert _state(4)["w"].numpy().tobytes() in bytes(whole)
     opened.close()
     source.end()

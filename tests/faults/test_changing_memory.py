@@ -22,7 +22,7 @@ from torchrelay.record.digest import digest
 from torchrelay.stores.dcp import Writer
 from torchrelay.stores.local.files import Files
 from torchrelay.stores.shares import share as shares
-from torchrelay.stores.shares.staging import Pipeline
+from torchrelay.stores.shares.share import Pipeline
 from torchrelay.stores.writer.file_writer import FileSpec
 
 
@@ -32,10 +32,10 @@ def changed_before_each_write(monkeypatch: pytest.MonkeyPatch, tensor: torch.Ten
     changes: list[int] = []
     unseen = tensor.numpy()
 
-    def late(self: Files, fd: int, buffers: Sequence[Any], position: int) -> None:
+    def late(self: Files, fd: int, data: Any, position: int) -> None:
         np.add(unseen, 1, out=unseen)
         changes.append(position)
-        write(self, fd, buffers, position)
+        write(self, fd, data, position)
 
     monkeypatch.setattr(Files, "write", late)
     return changes
@@ -156,7 +156,7 @@ def test_a_file_that_a_thread_still_writes_to_stays_open_after_a_failure(
     writing, go_on, wrote = threading.Event(), threading.Event(), threading.Event()
     used: list[tuple[int, bool]] = []
 
-    def slow(self: Files, fd: int, buffers: Sequence[Any], position: int) -> None:
+    def slow(self: Files, fd: int, data: Any, position: int) -> None:
         if not used:
             before = os.fstat(fd).st_ino
             used.append((fd, False))
@@ -165,7 +165,7 @@ def test_a_file_that_a_thread_still_writes_to_stays_open_after_a_failure(
             with suppress(OSError):
                 used[0] = fd, os.fstat(fd).st_ino == before
             wrote.set()
-        write(self, fd, buffers, position)
+        write(self, fd, data, position)
 
     def changing(self: Pipeline, workers: int) -> None:
         stage(self, workers)

@@ -184,10 +184,10 @@ class NoRoom(Files):
 
     full = True
 
-    def write(self, fd: int, buffers: Any, position: int) -> None:
+    def write(self, fd: int, data: Any, position: int) -> None:
         if self.full:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        super().write(fd, buffers, position)
+        super().write(fd, data, position)
 
 
 def no_room_on_one(rank: int, group: Any, root: str) -> list[Any]:
@@ -231,8 +231,8 @@ def test_one_rank_without_room(request: pytest.FixtureRequest, tmp_path: Path, s
 class Told(Files):
     """Tells the test that it writes a data file, and stays there."""
 
-    def write(self, fd: int, buffers: Any, position: int) -> None:
-        super().write(fd, [bytes(buffers[0])[:100]], position)
+    def write(self, fd: int, data: Any, position: int) -> None:
+        super().write(fd, bytes(data)[:100], position)
         reached("writing", hold=True)
 
 
@@ -272,10 +272,10 @@ class Asleep(Files):
     def __init__(self) -> None:
         self.woken = threading.Event()
 
-    def write(self, fd: int, buffers: Any, position: int) -> None:
+    def write(self, fd: int, data: Any, position: int) -> None:
         if not self.woken.wait(60):
             raise TimeoutError("never woken")
-        super().write(fd, buffers, position)
+        super().write(fd, data, position)
 
 
 def asleep(rank: int, group: Any, root: str, sleeper: int) -> list[Any]:
@@ -774,7 +774,7 @@ def test_an_interrupt_leaves_nothing(tmp_path: Path) -> None:
     """Ctrl-C in a save: it comes out as it is, and the draft is gone."""
 
     class Interrupted(Files):
-        def write(self, fd: int, buffers: Any, position: int) -> None:
+        def write(self, fd: int, data: Any, position: int) -> None:
             raise KeyboardInterrupt
 
     with stores_with(Interrupted()):
@@ -787,7 +787,7 @@ def test_an_interrupt_leaves_nothing(tmp_path: Path) -> None:
 
 def interrupted(rank: int, group: Any, root: str) -> Outcome | str:
     class Interrupting(Files):
-        def write(self, fd: int, buffers: Any, position: int) -> None:
+        def write(self, fd: int, data: Any, position: int) -> None:
             raise KeyboardInterrupt
 
     with stores_with(Interrupting() if rank == 1 else Files()):

@@ -59,7 +59,7 @@ def leave_things(root: Path) -> None:
     draft = store.draft(9, token())
     draft.begin()
     sink = draft.open("model.safetensors", 10)
-    sink.write(0, [b"12345"])
+    sink.write(0, b"12345")
     sink.abort()
     draft._release()
     shutil.copytree(store._root.of(1), f"{store._root.of(1)}.old-{token()}")

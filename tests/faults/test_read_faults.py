@@ -399,7 +399,7 @@ def test_a_local_store_reads_by_way_of_the_directory_that_it_opened(tmp_path: Pa
     (tmp_path / "step-1").rename(tmp_path / "elsewhere")
     saved(tmp_path, 1)
     assert held.manifest() == before and held.sizes()
-    held.reader("model.safetensors").read_into(0, [memoryview(bytearray(8))])
+    held.reader("model.safetensors").read_into(0, memoryview(bytearray(8)))
     held.close()
 
 

@@ -151,11 +151,11 @@ def test_a_reader_keeps_its_step_while_others_are_staged(keeper: tr.Keeper, near
     reader = opened.files.reader(name)
     chunk = opened.record.volumes[0].chunk_bytes
     half = nbytes // chunk // 2 * chunk
-    reader.read_into(0, [memoryview(found)[:half]])
+    reader.read_into(0, memoryview(found)[:half])
     for step in (31, 32, 33, 34):
         assert keeper.stage(step, state_of(step)).skipped is None
     keeper.stage(35, state_of(35)).result(TIMEOUT)
-    reader.read_into(half, [memoryview(found)[half:]])
+    reader.read_into(half, memoryview(found)[half:])
     opened.close()
     source.end()
     assert bytes(found).count(torch.tensor([30.0]).numpy().tobytes()) == 50_000

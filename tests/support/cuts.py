@@ -82,18 +82,18 @@ class CutFiles(Files):
         self._names[fd] = path
         return fd
 
-    def write(self, fd: int, buffers: Sequence[Any], position: int) -> None:
-        data = b"".join(bytes(buffer) for buffer in buffers)
+    def write(self, fd: int, data: Any, position: int) -> None:
+        data = bytes(data)
         path = self._names[fd]
         with self._lock:
             try:
                 self._call("write", path)
             except BaseException:
                 if self._half and self._count == (self._at or 0) + 1:
-                    super().write(fd, [data[: len(data) // 2]], position)
+                    super().write(fd, data[: len(data) // 2], position)
                     self.journal.append(Call("write", path, (position, data[: len(data) // 2])))
                 raise
-            super().write(fd, [data], position)
+            super().write(fd, data, position)
             self.journal.append(Call("write", path, (position, data)))
 
     def sync(self, fd: int) -> None:

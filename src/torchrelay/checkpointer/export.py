@@ -15,6 +15,7 @@ from torchrelay.memory.bounded import bounded
 from torchrelay.state import tensors as t
 from torchrelay.stores.local.draft import LocalSink
 from torchrelay.stores.local.files import Files
+from torchrelay.stores.local.handles import Handles
 from torchrelay.stores.local.root import token
 from torchrelay.stores.shares.layout import Entry, arrange
 from torchrelay.stores.shares.share import Share
@@ -110,4 +111,4 @@ class _TemporaryDirectory:
         self.path = target.with_name(f"{target.name}.tmp-{token()}")
 
     def open(self, name: str, nbytes: int) -> LocalSink:
-        return LocalSink(str(self.path / name), Files(), nbytes)
+        return LocalSink(str(self.path / name), Files(), nbytes, Handles())

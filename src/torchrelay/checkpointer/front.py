@@ -6,7 +6,7 @@ import os
 import signal
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
@@ -243,9 +243,7 @@ class Checkpointer:
         finish. `verify=False` checks no digests.
         """
         with self._exclusive():
-            if step is not None:
-                step = check_step(step)
-            request = LoadRequest.of(
+            request = LoadRequest(
                 into,
                 step,
                 strict=strict,
@@ -260,7 +258,7 @@ class Checkpointer:
             # In a round: a failure that another rank has seen may be unseen here.
             call.together("begin", self._saver.raise_unseen, deadline)
             loader = Loader(self.source(), self._ranks)
-            with self._ranks.measured("load", step) as measured:
+            with self._ranks.measured("load", request.step) as measured:
                 try:
                     loaded = loader.load(call, request, deadline)
                 finally:
@@ -314,12 +312,10 @@ class Checkpointer:
         `key` is the subtree with the model; None: the state is the model. Returns the names of the
         files. The directory must not exist yet.
         """
-        if step is not None:
-            step = check_step(step)
-        alone, deadline = Coordinator(None, "export"), Deadline(self._timeout)
         self._owner.check()
-        loader = Loader(self.source(), alone)
-        model = loader.load(alone.call("export"), LoadRequest(step=step, key=key), deadline).state
+        alone, deadline = Coordinator(None, "export"), Deadline(self._timeout)
+        call, request = alone.call("export"), LoadRequest(step=step, key=key)
+        model = Loader(self.source(), alone).load(call, request, deadline).state
         return export_hf(model, target, deadline.left(), shard_bytes=shard_bytes)
 
     def delete(self, step: int) -> None:
@@ -397,10 +393,8 @@ class Checkpointer:
         return self
 
     def __exit__(self, kind: object, fault: object, trace: object) -> None:
-        if kind is None:
-            self.close()
-            return
-        with suppress(Exception):  # the block's own error is the one to show; this one is logged
+        # The block's own error is the one to show; that of a save is logged.
+        with nullcontext() if kind is None else suppress(Exception):
             self.close()
 
 

@@ -76,6 +76,11 @@ def _number(value: object) -> float | None:
         return None
 
 
+def _check_positive(rule: str, value: object) -> None:
+    if type(value) is not int or value < 1:
+        raise UsageError(f"{rule}, not {value!r}")
+
+
 @dataclass(frozen=True)
 class _Either(Keep):
     one: Keep
@@ -110,8 +115,7 @@ class KeepLast(Keep):
     count: int
 
     def __post_init__(self) -> None:
-        if type(self.count) is not int or self.count < 1:
-            raise UsageError(f"KeepLast keeps at least one step, not {self.count!r}")
+        _check_positive("KeepLast keeps at least one step", self.count)
 
     def wanted(self, steps: Sequence[int]) -> set[int]:
         return set(steps[-self.count :])
@@ -127,8 +131,7 @@ class KeepEvery(Keep):
     interval: int
 
     def __post_init__(self) -> None:
-        if type(self.interval) is not int or self.interval < 1:
-            raise UsageError(f"KeepEvery takes a positive interval, not {self.interval!r}")
+        _check_positive("KeepEvery takes a positive interval", self.interval)
 
     def wanted(self, steps: Sequence[int]) -> set[int]:
         return {step for step in steps if step % self.interval == 0}
@@ -145,8 +148,7 @@ class KeepBest(Keep):
     mode: Literal["min", "max"] = "min"
 
     def __post_init__(self) -> None:
-        if type(self.k) is not int or self.k < 1:
-            raise UsageError(f"KeepBest keeps at least one step, not {self.k!r}")
+        _check_positive("KeepBest keeps at least one step", self.k)
         if self.mode not in ("min", "max"):
             raise UsageError(f"mode is 'min' or 'max', not {self.mode!r}")
 

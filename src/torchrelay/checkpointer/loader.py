@@ -12,15 +12,15 @@ import time
 import warnings
 from collections.abc import Callable, Iterable
 from contextlib import closing
+from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
 
 import msgspec
 import torch
 
 from torchrelay.arguments import items_of
 from torchrelay.checkpointer.rank_load import RankLoad
-from torchrelay.checkpointer.selection import check_include, with_savers
+from torchrelay.checkpointer.selection import add_savers, check_include
 from torchrelay.coordination.call import Call
 from torchrelay.coordination.coordinator import Coordinator
 from torchrelay.deadlines import Deadline, Stopwatch
@@ -44,39 +44,32 @@ from torchrelay.progress import Bar, ProgressCallback
 from torchrelay.results import Attempt, Loaded, Outcome, Report
 from torchrelay.sources.seam import Opened, Source
 from torchrelay.sources.subtree import Subtree
+from torchrelay.steps import check_step
 from torchrelay.stores.seam import PreparedStep
 
 LOOK_SECONDS = 0.1  # before another look for the newest step
 MISSED = 2  # times that a rank may miss a step that rank 0 sees: it may be replaced meanwhile
 
 
-class LoadRequest(NamedTuple):
-    """The arguments of a load."""
+@dataclass
+class LoadRequest:
+    """The arguments of a load, as the caller gave them."""
 
     into: object = None
     step: int | None = None
     strict: bool = True
     key: str | None = None
-    include: tuple[str, ...] = ()
+    include: str | Iterable[str] = ()
     verify: bool = True
     atomic: bool = True
-    device: torch.device | None = None
+    device: torch.device | str | None = None
     progress: ProgressCallback | None = None
 
-    @classmethod
-    def of(
-        cls,
-        into: object,
-        step: int | None = None,
-        *,
-        include: str | Iterable[str] = (),
-        device: torch.device | str | None = None,
-        **options: Any,
-    ) -> LoadRequest:
-        """The same, from a caller's arguments."""
-        patterns = tuple(items_of("include", include, str, "a pattern"))
-        where = checked_device(device)
-        return cls(into, step, include=patterns, device=where, **options)
+    def __post_init__(self) -> None:
+        if self.step is not None:
+            self.step = check_step(self.step)
+        self.patterns = tuple(items_of("include", self.include, str, "a pattern"))
+        self.place = checked_device(self.device)
 
     @property
     def checked_first(self) -> bool:
@@ -297,12 +290,12 @@ class Loader:
         return made[0]
 
     def _planned(self, opened: Opened, request: LoadRequest, bar: Bar) -> RankLoad:
-        check_include(opened.record, request.include)
+        check_include(opened.record, request.patterns)
         # Bytes that are costly to read are read once, into memory of their own.
         staged = request.checked_first and opened.files.costly_reads
         rank = self._ranks.rank
         options = LandingOptions(
-            request.strict, request.atomic, request.device, rank=rank, unstaged=not staged
+            request.strict, request.atomic, request.place, rank=rank, unstaged=not staged
         )
         try:
             return RankLoad(
@@ -311,12 +304,13 @@ class Loader:
                 request.into,
                 options,
                 world=self._ranks.world,
-                include=request.include,
+                include=request.patterns,
                 progress=bar.add,
                 workspace=self._workspace,
             )
         except MismatchError as fault:
-            raise with_savers(fault, opened.record, rank) from fault
+            add_savers(fault, opened.record, rank)
+            raise
         except ManifestError as fault:
             raise DamagedError(
                 f"the record contradicts itself: {fault.message}",

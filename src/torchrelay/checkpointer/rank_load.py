@@ -11,7 +11,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import nullcontext
 from dataclasses import replace
-from functools import partial
+from functools import cached_property, partial
 from typing import NamedTuple
 
 import torch
@@ -61,7 +61,7 @@ class RankLoad:
         self._step = step
         self._record = record
         self._report = progress
-        self._checked, self._staged = False, options.staged
+        self._staged = options.staged
         self._files = files = _StepFiles(step, record)
         self._portions: dict[int, Portion] = {}
         self._wanted: list[int] = []  # images whose bytes are read
@@ -83,7 +83,6 @@ class RankLoad:
             self._plan()
             wanted = (*self._lent, *self._wanted)
             self.nbytes = sum(self._portion(image).nbytes for image in wanted)
-        self._waves: tuple[list[Wave], list[Wave]] | None = None
 
     def _portion(self, image: int) -> Portion:
         """The part of the step that fills an image of the share."""
@@ -112,8 +111,7 @@ class RankLoad:
         for image, storage, offset in self._landing.held.all():
             if image in self._lent:
                 continue
-            portion = self._wants(image)
-            _check_room(portion, storage.nbytes() - offset)
+            portion = self._want(image, storage.nbytes() - offset)
             shard = portion.shard
             if shard is not None and storage.device.type == "cpu":
                 # The landing keeps the memory.
@@ -121,17 +119,26 @@ class RankLoad:
             else:
                 self._new.boxes.extend(_all_of(portion, portion.over(storage, offset)))
         for image, tensor in self._landing.own():
-            portion = self._wants(image)
-            _check_room(portion, tensor.numel() * tensor.element_size())
+            portion = self._want(image, tensor.numel() * tensor.element_size())
             shard = portion.shard
             if shard is not None and tensor.is_cpu and tensor.is_contiguous():
                 self._own.add_shard(shard, portion, tensor, tensor.data_ptr())
             else:
                 self._own.boxes.extend(_all_of(portion, tensor.detach()))
 
-    def _wants(self, image: int) -> Portion:
+    def _want(self, image: int, room: int) -> Portion:
+        """The part of the step that is read for an image, with `room` bytes for it.
+
+        Every load, pull and gather passes here before it reads: sizes of a record meet memory that
+        was made by other sizes. `ManifestError` where that is too small.
+        """
         self._wanted.append(image)
-        return self._portion(image)
+        portion = self._portion(image)
+        if portion.nbytes > room:
+            raise ManifestError(
+                f"{portion.nbytes} bytes of {portion.tensor.name[:80]!r} for memory of {room} bytes"
+            )
+        return portion
 
     def wanted(self) -> Iterator[WantedBox]:
         """Everything that is going to be read of the step."""
@@ -144,11 +151,10 @@ class RankLoad:
                 shard = read.shard
                 yield WantedBox(name, shard.start, size, shard.sizes, read.offsets, read.sizes)
 
+    @cached_property
     def _planned(self) -> tuple[list[Wave], list[Wave]]:
         """Reads into new tensors, and into the caller's. Planned when they are first needed."""
-        if self._waves is None:
-            self._waves = self._waves_of(self._new), self._waves_of(self._own)
-        return self._waves
+        return self._waves_of(self._new), self._waves_of(self._own)
 
     def _waves_of(self, reads: _Reads) -> list[Wave]:
         if not isinstance(self._step, DeviceStep):
@@ -174,11 +180,10 @@ class RankLoad:
 
         If everything is staged, it is read now, and is not read again.
         """
-        new, own = self._planned()
+        new, own = self._planned
         if self._staged:
             self._read(new, verify=True, own=False)
             return
-        self._checked = True
         if not self._step.trusted:
             for wave in (*new, *own):
                 self._fetch(wave).check()
@@ -186,7 +191,7 @@ class RankLoad:
     def make(self, *, verify: bool) -> None:
         """Read new tensors, and compute everything that will be the caller's. `MismatchError`
         where a tensor of the destination would have to hold two values."""
-        self._read(self._planned()[0], verify, own=False)
+        self._read(self._planned[0], verify, own=False)
         for first, second, path in self._share.twins:
             if not self._landing.are_equal(first, second):
                 raise MismatchError(
@@ -202,7 +207,7 @@ class RankLoad:
     ) -> Landed:
         """Read everything into its place, and end as every landing does."""
         return self._landing.end(
-            lambda: self._read(self._planned()[1], verify, own=True), together, watch
+            lambda: self._read(self._planned[1], verify, own=True), together, watch
         )
 
     def _read(self, some: list[Wave], verify: bool, *, own: bool) -> None:
@@ -211,7 +216,7 @@ class RankLoad:
             wave = some.pop(0)  # its buffers are freed with it
             fetch = self._fetch(wave)
             try:
-                self.within(partial(fetch.land, verify=verify, checked=self._checked))
+                self.within(partial(fetch.land, verify=verify))
             finally:
                 landing.torn = landing.torn or (own and fetch.begun)
                 if isinstance(fetch, DeviceFetch) and fetch.instead:
@@ -253,7 +258,7 @@ class _StepFiles:
     def check_size(self, image: int) -> None:
         """No memory is allocated for a tensor whose files are smaller than the record says."""
         for file in self.tensors[image].files - self._seen:
-            opened(self._step, self._record, file).close()
+            opened(self._step, self._record, file)
             self._seen.add(file)
 
     def lend(self, shard: Shard, nbytes: int) -> torch.Tensor | None:
@@ -262,18 +267,6 @@ class _StepFiles:
             return None
         name = self._record.volumes[shard.file].name
         return torch.frombuffer(self._step.lend(name, shard.start, nbytes), dtype=torch.uint8)
-
-
-def _check_room(portion: Portion, room: int) -> None:
-    """Raise `ManifestError` for memory that is smaller than what the record says goes there.
-
-    Every load, pull and gather passes here before it reads: sizes of a record meet memory that was
-    made by other sizes.
-    """
-    if portion.nbytes > room:
-        raise ManifestError(
-            f"{portion.nbytes} bytes of {portion.tensor.name[:80]!r} for memory of {room} bytes"
-        )
 
 
 def _all_of(portion: Portion, place: torch.Tensor) -> Iterable[BoxRead]:

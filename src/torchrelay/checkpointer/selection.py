@@ -54,23 +54,19 @@ def _near(pattern: str, record: Record) -> str:
     return f"its keys: {', '.join(sorted(tops))}"
 
 
-def with_savers(fault: MismatchError, record: Record, rank: int) -> MismatchError:
-    """The same mismatch; if other ranks alone saved the path, it says which."""
+def add_savers(fault: MismatchError, record: Record, rank: int) -> None:
+    """Have a mismatch say which ranks saved its path, if this one did not."""
     if fault.path is None or len(record.ranks) < 2:
-        return fault
+        return
     has_path = [
         any(show(path) == fault.path for path, _ in slots(outline.tree))
         for outline in record.outlines
     ]
     savers = [saver for saver, number in enumerate(record.ranks) if has_path[number]]
     if not savers or rank in savers or len(savers) == len(record.ranks):
-        return fault
+        return
     who = f"rank {savers[0]}" if len(savers) == 1 else f"ranks {', '.join(map(str, savers[:8]))}"
-    return MismatchError(
-        f"{fault.message}; only {who} saved {fault.path}: save it on every rank, or leave it out "
-        "of `into` on the others",
-        rank=fault.rank,
-        step=fault.step,
-        phase=fault.phase,
-        path=fault.path,
+    fault.message += (
+        f"; only {who} saved {fault.path}: save it on every rank, or leave it out of `into` on the "
+        "others"
     )

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -26,8 +27,7 @@ from torchrelay.progress import Bar, ProgressCallback
 from torchrelay.record.schema import Record
 from torchrelay.stores.seam import Store
 from torchrelay.stores.shares.planner import PlannedShare
-from torchrelay.stores.shares.share import Share
-from torchrelay.stores.shares.staging import Pipeline, arena_bytes
+from torchrelay.stores.shares.share import Pipeline, Share, arena_bytes
 from torchrelay.stores.step_draft import StepDraft
 from torchrelay.stores.writer.client import WriterProcess, WriterSave
 from torchrelay.stores.writer.file_writer import WORKERS, FileWriter
@@ -95,15 +95,7 @@ class ShareWriter:
     def write(self, save: Save, share: Share) -> Record:
         """Write a share; gives up at the deadline."""
         writers: list[FileWriter] = []
-
-        def work() -> list[bytes]:
-            try:
-                return self._write(save, share, writers)
-            except BaseException:
-                for writer in writers:
-                    writer.abort()
-                raise
-
+        work = partial(self._write, save, share, writers)
         save.call.at(share.phase)
         settle()
         try:
@@ -121,13 +113,14 @@ class ShareWriter:
             arena = self._take_arena(share, self._budget or BLOCKING_ARENA)
             base = arena.address
         progress = Bar(save.progress, share.nbytes).add
-        writers.append(writer := FileWriter(save.draft.files, share.files, progress, base))
-        if arena is not None:
-            return self._staged(save, share, arena, writer).finish()
-        writer.write(share.ranges())
-        digests = writer.finish()
-        share.check_unchanged()
-        return digests
+        with FileWriter(save.draft.files, share.files, progress, base) as writer:
+            writers.append(writer)
+            if arena is not None:
+                return self._staged(save, share, arena, writer).finish()
+            writer.write(share.ranges())
+            digests = writer.finish()
+            share.check_unchanged()
+            return digests
 
     def _take_arena(self, share: Share, budget: int | None) -> Arena:
         """The arena, enlarged if it is too small: for all of a share, or at most a budget.

@@ -44,7 +44,7 @@ def check_options(options: PullOptions) -> None:
 def load_request(into: object, step: int | None, options: PullOptions) -> LoadRequest:
     """The request for a loader, which compares digests whatever `verify` says."""
     given: dict[str, Any] = {key: value for key, value in options.items() if key != "verify"}
-    return LoadRequest.of(into, step, **given)
+    return LoadRequest(into, step, **given)
 
 
 def wants_gpu(into: object, options: PullOptions) -> bool:

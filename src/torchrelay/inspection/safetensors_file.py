@@ -63,7 +63,7 @@ class SafetensorsSource:
         self.contents = Contents(None, 1, tensors, (VolumeRecord(Path(path).name, size),))
 
     def read_into(self, volume: int, start: int, view: memoryview) -> None:
-        if not through(os.preadv, self._file.fileno(), [view], start):
+        if not through(os.preadv, self._file.fileno(), view, start):
             raise DamagedError("the file was cut short while it was read", file=self.name)
 
     def verify(self, progress: ProgressCallback) -> str:

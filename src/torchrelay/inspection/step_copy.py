@@ -53,8 +53,8 @@ def _copy_file(held: RemoteStep | OpenedStep, index: int, draft: Draft, bar: Bar
     def copy(start: int) -> None:
         data = bytearray(min(size, file.nbytes - start))
         with reading(held.files, held.record, Task(index, start, start + len(data))):
-            reader.read_into(start, [memoryview(data)])
-        sink.write(start, [data])
+            reader.read_into(start, memoryview(data))
+        sink.write(start, data)
         bar.add(len(data))
 
     try:
@@ -64,5 +64,3 @@ def _copy_file(held: RemoteStep | OpenedStep, index: int, draft: Draft, bar: Bar
     except BaseException:
         sink.abort()
         raise
-    finally:
-        reader.close()

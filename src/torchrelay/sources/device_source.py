@@ -151,18 +151,12 @@ class DeviceReader(DataReader):
         self._device, self._address = step.device_memory(name)
         self.nbytes = next(file.nbytes for file in step.record.volumes if file.name == name)
 
-    def read_into(self, position: int, buffers: Sequence[memoryview]) -> None:
+    def read_into(self, position: int, view: memoryview) -> None:
         self._step.check_lent()
         self._step.note((), others=True)
-        for view in buffers:
-            if len(view):
-                source = device_bytes(self._address + position, len(view), self._device)
-                torch.frombuffer(view, dtype=torch.uint8).copy_(source)
-                position += len(view)
-
-    def read_cached(self, position: int, buffers: Sequence[memoryview]) -> bool:
-        self.read_into(position, buffers)
-        return True
+        if len(view):
+            source = device_bytes(self._address + position, len(view), self._device)
+            torch.frombuffer(view, dtype=torch.uint8).copy_(source)
 
 
 class DeviceSource:

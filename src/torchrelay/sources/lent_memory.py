@@ -173,24 +173,17 @@ class MappedReader(DataReader):
     def memory(self, position: int, nbytes: int) -> memoryview | None:
         return self._mapped.view(position, nbytes)
 
-    def read_into(self, position: int, buffers: Sequence[memoryview]) -> None:
-        views = [view for view in buffers if len(view)]
-        if views and sum(map(len, views)) >= len(views) * _LONG:
-            self._mapped.copy_to(position, views)
-        elif not through(os.preadv, self._fd, views, self._start + position):
-            raise EOFError(f"the memory ends before byte {position + sum(map(len, views))}")
+    def read_into(self, position: int, view: memoryview) -> None:
+        if len(view) >= _LONG:
+            self._mapped.copy_to(position, [view])
+        elif not through(os.preadv, self._fd, view, self._start + position):
+            raise EOFError(f"the memory ends before byte {position + len(view)}")
 
     def pieces(self, position: int, buffers: Sequence[memoryview]) -> Iterator[memoryview]:
-        """The same, a piece at a time: yields what was copied."""
+        """Fill buffers one after the other, a piece at a time: yields what was copied."""
         for view in buffers:
             for low in range(0, len(view), _PIECE_BYTES):
                 piece = view[low : low + _PIECE_BYTES]
-                self.read_into(position, [piece])
+                self.read_into(position, piece)
                 position += len(piece)
                 yield piece
-
-    def read_cached(self, position: int, buffers: Sequence[memoryview]) -> bool:
-        with suppress(OSError, EOFError):
-            self.read_into(position, buffers)
-            return True
-        return False

@@ -9,7 +9,6 @@ from __future__ import annotations
 import errno
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing
 
 import xxhash
 
@@ -38,8 +37,7 @@ class OtherSource:
         if self.fault:
             return False
         try:
-            with closing(self._step(content).files.reader(file.name)) as reader:
-                reader.read_into(start, [memoryview(chunk)])
+            self._step(content).files.reader(file.name).read_into(start, memoryview(chunk))
             if xxhash.xxh3_128_digest(chunk) != digest_of(file, start):
                 raise OSError(f"wrong digest of {file.name} at byte {start}")
         except _FAULTS as fault:
@@ -88,7 +86,6 @@ class MendedStep:
         try:
             found = self._first.files.reader(name, once=once)
             if found.nbytes != file.nbytes:
-                found.close()
                 raise OSError(f"it has {found.nbytes} bytes, {file.nbytes} were written")
         except OSError as fault:
             found, self.lost = _NoReader(), self.lost or f"{name} cannot be read: {fault}"
@@ -120,7 +117,7 @@ class _NoReader(DataReader):
 
     nbytes = 0
 
-    def read_into(self, position: int, buffers: Sequence[memoryview]) -> None:
+    def read_into(self, position: int, view: memoryview) -> None:
         raise OSError(errno.EIO, "it is not there as it was written")
 
 
@@ -131,37 +128,33 @@ class MendedReader:
         self._first, self._chunk_bytes = first, file.chunk_bytes
         self._patches, self._once = step.patches[file.name], step.costly_reads
         self.nbytes, self.cold, self.batched = file.nbytes, first.cold, first.batched
-        self.unchanged, self.close = first.unchanged, first.close
+        self.unchanged = first.unchanged
 
-    def read_into(self, position: int, buffers: Sequence[memoryview]) -> None:
-        views = [memoryview(buffer).cast("B") for buffer in buffers]
+    def read_into(self, position: int, view: memoryview) -> None:
         if not self._patches:
-            self._first.read_into(position, views)
+            self._first.read_into(position, view)
             return
-        for at, view in _by_chunk(position, views, self._chunk_bytes):
+        for at, part in _by_chunk(position, view, self._chunk_bytes):
             skip = at % self._chunk_bytes
             patch = self._patches.get(at - skip)
             if patch is None:
-                self._first.read_into(at, [view])
+                self._first.read_into(at, part)
                 continue
-            view[:] = patch[skip : skip + len(view)]
-            if self._once and skip + len(view) == len(patch):
+            part[:] = patch[skip : skip + len(part)]
+            if self._once and skip + len(part) == len(patch):
                 del self._patches[at - skip]
 
-    def read_cached(self, position: int, buffers: Sequence[memoryview]) -> bool:
-        return not self._patches and self._first.read_cached(position, buffers)
+    def read_cached(self, position: int, view: memoryview) -> bool:
+        return not self._patches and self._first.read_cached(position, view)
 
     def memory(self, position: int, nbytes: int) -> memoryview | None:
         return None if self._patches else self._first.memory(position, nbytes)
 
 
-def _by_chunk(
-    position: int, views: Sequence[memoryview], size: int
-) -> Iterator[tuple[int, memoryview]]:
-    """The views cut where chunks end, each with the position that it is for."""
-    for view in views:
-        while len(view):
-            some = min(len(view), size - position % size)
-            yield position, view[:some]
-            position += some
-            view = view[some:]
+def _by_chunk(position: int, view: memoryview, size: int) -> Iterator[tuple[int, memoryview]]:
+    """A view cut where chunks end, each part with the position that it is for."""
+    while len(view):
+        some = min(len(view), size - position % size)
+        yield position, view[:some]
+        position += some
+        view = view[some:]

@@ -235,30 +235,28 @@ class RemoteReader(DataReader):
     def __init__(self, file: ChunkedVolume, suppliers: Suppliers) -> None:
         self._file, self.nbytes, self._suppliers = file, file.nbytes, suppliers
 
-    def read_into(self, position: int, buffers: Sequence[memoryview]) -> None:
-        views = [memoryview(buffer).cast("B") for buffer in buffers]
-        stop = position + sum(map(len, views))
-        size = self._file.chunk_bytes
-        first, last = position // size * size, min(-(-stop // size) * size, self.nbytes)
-        whole = views
-        if (first, last) != (position, stop):  # parts of chunks, which have no digests
-            whole = [memoryview(bytearray(last - first))]
-        at = first
-        while at < last:
-            at = self._some(at, list(_from(whole, at - first)))
-        if whole is not views:
-            for view in views:
-                view[:] = whole[0][position - first : position - first + len(view)]
-                position += len(view)
+    def read_into(self, position: int, view: memoryview) -> None:
+        stop, size = position + len(view), self._file.chunk_bytes
+        if position % size or (stop % size and stop != self.nbytes):
+            first = position // size * size
+            last = min(-(-stop // size) * size, self.nbytes)
+            whole = memoryview(bytearray(last - first))
+            self.read_into(first, whole)
+            view[:] = whole[position - first : stop - first]
+            return
+        at = position
+        while at < stop:
+            at = self._some(at, view[at - position :])
 
-    def _some(self, start: int, views: list[memoryview]) -> int:
+    def _some(self, start: int, view: memoryview) -> int:
         """Read what one supplier gives of a range; returns up to where all digests match."""
         name, suppliers = self._file.name, self._suppliers
         supplier = suppliers.take(name)
         chunks = ArrivingChunks(self._file, start)
         try:
             try:
-                for part in supplier.read(name, start, views, seconds=suppliers.deadline.left()):
+                seconds = suppliers.deadline.left()
+                for part in supplier.read(name, start, [view], seconds=seconds):
                     if suppliers.stopped.is_set():
                         break
                     if not chunks.add(part):
@@ -303,11 +301,3 @@ def digest_of(file: ChunkedVolume, start: int) -> bytes:
     """The recorded digest of the chunk that begins at a byte."""
     place = start // file.chunk_bytes * DIGEST_BYTES
     return file.digests[place : place + DIGEST_BYTES]
-
-
-def _from(views: list[memoryview], skip: int) -> Iterator[memoryview]:
-    """The views without their first bytes."""
-    for view in views:
-        if skip < len(view):
-            yield view[skip:]
-        skip = max(0, skip - len(view))

@@ -44,7 +44,7 @@ from torchrelay.steps import check_step
 from torchrelay.stores.local.root import token
 from torchrelay.stores.locate import open_store, scheme_of, split_step
 from torchrelay.stores.opening import OpenedStep, open_step
-from torchrelay.stores.reading.box_reads import Wave, waves
+from torchrelay.stores.reading.box_reads import WaveFetch, waves
 from torchrelay.stores.reading.fetch import Fetch
 from torchrelay.stores.seam import Store
 from torchrelay.stores.shares.commit_record import commit_record, decode_shares
@@ -309,15 +309,22 @@ class Reader(_AtPlace, StorageReader):
         planned = waves(
             items.asked_for(item, stored[item.storage_index.fqn], place) for item, place in places
         )
-        if self._verify:
-            for wave in planned:
-                fetch = Fetch(self._opened.files, self.record, wave.wanted)
-                self._within("read the step", fetch.check)
+        left = threading.Event()
+
+        def go_on(nbytes: int) -> None:
+            if left.is_set():
+                raise StorageTimeoutError("the load was given up")
+
+        for wave in planned:
+            wave.fetch = Fetch(self._opened.files, self.record, wave.wanted, progress=go_on)
+            if self._verify:
+                self._within("read the step", wave.fetch.check)
         kept = {one.name: one for one in self.record.objects}
         given = [self._object(item, kept.get(item.storage_index.fqn), planner) for item in objects]
         while planned:
             wave = planned.pop(0)
-            self._land(wave)
+            assert wave.fetch is not None
+            self._land(wave.fetch, left)
             wave.finish()
         for item, place in places:
             planner.commit_tensor(item, place)
@@ -327,17 +334,9 @@ class Reader(_AtPlace, StorageReader):
         done.set_result(None)
         return done
 
-    def _land(self, wave: Wave) -> None:
-        left = threading.Event()
-
-        def go_on(nbytes: int) -> None:
-            if left.is_set():
-                raise StorageTimeoutError("the load was given up")
-
-        fetch = Fetch(self._opened.files, self.record, wave.wanted, progress=go_on)
-        land = partial(fetch.land, verify=self._verify, checked=self._verify)
+    def _land(self, fetch: WaveFetch, left: threading.Event) -> None:
         try:
-            self._within("read the step", land, left)
+            self._within("read the step", partial(fetch.land, verify=self._verify), left)
         except StorageTimeoutError as fault:
             text = f"{TORN}: {fault.message}"
             raise TornStateError(text, step=self.record.step, phase="land") from fault

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TypeVar
 
-from torchrelay.errors import CheckpointError, RelayError
+from torchrelay.errors import CheckpointError, CommitUnknownError, RelayError
 
 logger = logging.getLogger("torchrelay")
 
@@ -62,6 +62,17 @@ class Retry:
 
 
 ONCE = Retry()
+
+
+def commit_unknown(step: int, why: str, file: str) -> CommitUnknownError:
+    """The error of a commit whose outcome is unknown, with what to do about it."""
+    return CommitUnknownError(
+        f"it is not known whether step {step} was committed: {why}. Look again later: steps() "
+        f"lists it if it was, and verify({step}) checks it; if it is missing, save it again",
+        step=step,
+        phase="commit",
+        file=file,
+    )
 
 
 @contextmanager

@@ -9,8 +9,11 @@ Nothing here imports torch: the same code runs in the trainer and in its writer 
 
 from __future__ import annotations
 
+import errno
 import re
-from collections.abc import Iterable, Sequence
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import NamedTuple, Protocol, runtime_checkable
 
 from torchrelay.record.manifest import MAX_RECORD_BYTES
@@ -31,8 +34,8 @@ class Sink(Protocol):
 
     ordered: bool  # positions must come in ascending order without gaps, from one thread
 
-    def write(self, position: int, buffers: Sequence[Buffer]) -> None:
-        """Put the buffers, one after the other, at a byte position of the file."""
+    def write(self, position: int, data: Buffer) -> None:
+        """Put bytes at a position of the file."""
 
     def finish(self) -> None:
         """All bytes were handed over: return when they are durable."""
@@ -80,8 +83,44 @@ class Draft(DataFiles, Protocol):
         """Remove what was written, unless it is the step or may be; never raises."""
 
 
+class CommitPoint:
+    """The one operation of a draft that makes it the step: it is passed once, or revoked. Safe to
+    use from several threads.
+
+        with self.passing():    from here on no one can say that it will not happen
+            ...                 `OSError`: it did not happen; `CommitUnknownError`: it may have
+
+    A save that stops waiting for its commit revokes it. Either that is in time, and the thread that
+    was left behind does not commit any more, or the outcome is unknown.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._passing = False
+        self._revoked = False
+
+    @contextmanager
+    def passing(self) -> Iterator[None]:
+        """Within: the commit is carried out. `OSError` if it was revoked before."""
+        with self._lock:
+            if self._revoked:
+                raise OSError(errno.ECANCELED, "the save was given up")
+            self._passing = True
+        try:
+            yield
+        except OSError:
+            self._passing = False
+            raise
+
+    def revoke(self) -> bool:
+        """Whether it is certain that the commit did not happen, and will not."""
+        with self._lock:
+            self._revoked = not self._passing
+            return self._revoked
+
+
 class DataReader(Protocol):
-    """One data file of a committed step; safe to use from several threads.
+    """One data file of a committed step, until that is closed; safe to use from several threads.
 
     A step that is replaced or deleted meanwhile may become unreadable (`OSError`), but no byte of
     its successor is read in its place.
@@ -91,11 +130,11 @@ class DataReader(Protocol):
     cold: bool = False  # whether most of it has to come from a slow medium
     batched: bool = False  # whether few large reads are better than many small ones
 
-    def read_into(self, position: int, buffers: Sequence[memoryview]) -> None:
-        """Fill the buffers one after the other from a byte position. `EOFError` if it is short."""
+    def read_into(self, position: int, view: memoryview) -> None:
+        """Fill a view from a byte position on. `EOFError` if the file is too short."""
 
-    def read_cached(self, position: int, buffers: Sequence[memoryview]) -> bool:
-        """Fill the buffers from memory alone, or return False."""
+    def read_cached(self, position: int, view: memoryview) -> bool:
+        """Fill a view from memory alone, or return False."""
         return False
 
     def memory(self, position: int, nbytes: int) -> memoryview | None:
@@ -107,10 +146,6 @@ class DataReader(Protocol):
     def unchanged(self) -> bool:
         """Whether the file has not been written to since it was first opened."""
         return True
-
-    def close(self) -> None:
-        """Release what is this reader's own, and not its step's."""
-        return
 
 
 class OpenStep(Protocol):
@@ -232,3 +267,14 @@ class Store(Protocol):
 
     def free_bytes(self) -> int | None:
         """Free space for data, or None where there is no such limit."""
+
+
+def settled(look: Callable[[], Listing], committed: Callable[[Listing], list[int]]) -> list[int]:
+    """The steps of a listing that are committed. One that was removed since it was listed has a
+    successor, which may not be listed: then the listing is made again."""
+    listing = look()
+    while True:
+        steps = committed(listing)
+        if len(steps) == len(listing) or (again := look()) == listing:
+            return steps
+        listing = again

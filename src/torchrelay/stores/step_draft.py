@@ -10,22 +10,18 @@ A save ends in one of three ways, which is decided here:
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
-from typing import TypeVar
+from collections.abc import Callable
+from contextlib import suppress
 
 from torchrelay.errors import CheckpointError, RelayError, StepExistsError, StorageTimeoutError
 from torchrelay.memory.bounded import bounded
 from torchrelay.pending import logger
 from torchrelay.record.schema import Record
-from torchrelay.stores.commit_point import commit_unknown
-from torchrelay.stores.retry import storage_faults
+from torchrelay.stores.retry import commit_unknown, storage_faults
 from torchrelay.stores.seam import Draft, Listing, Store
 from torchrelay.stores.shares.commit_record import check_files, sealed
 
 GRACE = 0.5  # seconds past the deadline for a look, or for cleaning up
-
-Result = TypeVar("Result")
 
 
 class StepDraft:
@@ -51,18 +47,18 @@ class StepDraft:
                 self.files.discard()
 
         exists = f"step {self._step} is committed: pass overwrite=True to replace it"
-        with self._faults("plan", "begin a step", exists):
-            self._bounded("begin a step", act, given_up)
+        self._carry_out("plan", "begin a step", act, exists, given_up)
         self.id = self.files.id
 
     def check_visible(self, rank: int, place: str) -> None:
         """`CheckpointError` unless this rank sees the draft; the coordinator has it at `place`."""
+        look, url = self.files.check_visible, self._store.url
         try:
-            self._bounded("look for the draft", self.files.check_visible)
+            bounded(look, self._left(), "look for the draft", file=url)
         except FileNotFoundError:
             raise CheckpointError(
                 f"rank {rank} does not see {place}, which rank 0 created: is it on a shared file "
-                f"system? Rank {rank} has {self._store.url}",
+                f"system? Rank {rank} has {url}",
                 rank=rank,
                 step=self._step,
                 phase="plan",
@@ -78,13 +74,12 @@ class StepDraft:
             self.files.commit(manifest)
 
         exists = f"another writer committed step {self._step} meanwhile: give each job its root"
-        with self._faults("commit", "commit", exists):
-            try:
-                self._bounded("commit", act)
-            except StorageTimeoutError as late:
-                if self.files.revoke():
-                    raise
-                raise self._unknown("the storage did not answer in time") from late
+        try:
+            self._carry_out("commit", "commit", act, exists)
+        except StorageTimeoutError as late:
+            if self.files.revoke():
+                raise
+            raise self._unknown("the storage did not answer in time") from late
 
     def look(self, silence: CheckpointError) -> None:
         """This rank does not know how the commit ended. Returns if the step is in place; otherwise
@@ -108,21 +103,23 @@ class StepDraft:
         except StorageTimeoutError as late:
             logger.warning("the draft of step %d stays: %s", self._step, late.message)
 
-    def _bounded(
-        self, what: str, act: Callable[[], Result], left: threading.Event | None = None
-    ) -> Result:
-        return bounded(act, self._left(), what, file=self._store.url, left=left)
-
-    @contextmanager
-    def _faults(self, phase: str, what: str, exists: str) -> Iterator[None]:
-        """Failures of the medium as errors with step, phase and file."""
+    def _carry_out(
+        self,
+        phase: str,
+        what: str,
+        act: Callable[[], None],
+        exists: str,
+        left: threading.Event | None = None,
+    ) -> None:
+        """Do it in time. Failures of the medium are errors with step, phase and file."""
+        url = self._store.url
         try:
-            with storage_faults(what, self._store.url):
+            with storage_faults(what, url):
                 try:
-                    yield
+                    bounded(act, self._left(), what, file=url, left=left)
                 except FileExistsError as fault:
-                    text, file = f"Checkpoint already exists: {exists}", fault.filename
-                    raise StepExistsError(text, file=str(file or self._store.url)) from fault
+                    text = f"Checkpoint already exists: {exists}"
+                    raise StepExistsError(text, file=str(fault.filename or url)) from fault
         except RelayError as fault:
             fault.step, fault.phase = self._step, phase
             raise

@@ -6,7 +6,7 @@ from the volumes themselves.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 
 import numpy as np
 
@@ -77,19 +77,12 @@ class MirrorReader(DataReader):
     def __init__(self, nbytes: int, volume: MirrorVolume | None) -> None:
         self.nbytes, self._volume = nbytes, volume
 
-    def read_into(self, position: int, buffers: Sequence[memoryview]) -> None:
+    def read_into(self, position: int, view: memoryview) -> None:
         if self._volume is None:
             raise EOFError("nothing of it is here")
         runs, packed = self._volume.runs, self._volume.packed
-        for buffer in buffers:
-            view = np.frombuffer(buffer, np.uint8)
-            for run in runs.volume_between(position, position + len(view)):
-                run.of_volume(view, position)[...] = run.of_packed(packed)
-            position += len(view)
-
-    def read_cached(self, position: int, buffers: Sequence[memoryview]) -> bool:
-        self.read_into(position, buffers)
-        return True
+        for run in runs.volume_between(position, position + len(view)):
+            run.of_volume(np.frombuffer(view, np.uint8), position)[...] = run.of_packed(packed)
 
 
 def _content(file: VolumeRecord) -> tuple[int, int, bytes]:

@@ -236,5 +236,5 @@ def subscribe(
     - `strict`: refuse steps that have missing or unexpected paths.
     - `timeout` bounds each call.
     """
-    request = LoadRequest.of(into, key=key, include=include, strict=strict)
+    request = LoadRequest(into, key=key, include=include, strict=strict)
     return Subscription(source, request, access, group, same_host, timeout)

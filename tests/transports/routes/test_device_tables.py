@@ -6,7 +6,6 @@ Pure: addresses are numbers here, and no GPU is asked.
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
 
 import numpy as np
 import pytest
@@ -16,7 +15,7 @@ import xxhash
 from torchrelay.geometry.runs import Runs
 from torchrelay.memory.gpu.kernels import CudaError
 from torchrelay.stores.seam import Buffer
-from torchrelay.stores.writer.file_writer import FileSpec, FileWriter, Range, Staged
+from torchrelay.stores.writer.file_writer import FileSpec, FileWriter, Range
 from torchrelay.transports.routes.cuda import handles
 from torchrelay.transports.routes.cuda.handles import Export, pack, sources
 
@@ -102,10 +101,8 @@ class Sink:
     def __init__(self, nbytes: int) -> None:
         self.data = bytearray(nbytes)
 
-    def write(self, position: int, buffers: Sequence[Buffer]) -> None:
-        for buffer in buffers:
-            self.data[position : position + len(buffer)] = buffer
-            position += len(buffer)
+    def write(self, position: int, data: Buffer) -> None:
+        self.data[position : position + len(data)] = data
 
     def finish(self) -> None: ...
 
@@ -131,7 +128,7 @@ def test_chunks_whose_digests_are_known_are_not_hashed_again() -> None:
     files = Files()
     spec = FileSpec("a", len(image), chunk, bytes(known))
     writing = FileWriter(files, [spec])
-    writing.write([Range(0, 0, len(image), Staged(0, data.data_ptr()))])
+    writing.write([Range(0, 0, len(image), data.data_ptr())])
     (digests,) = writing.finish()
     assert bytes(files.sinks["a"].data) == image
     for index in range(count):
@@ -145,5 +142,5 @@ def test_a_file_whose_digests_are_all_known_keeps_them() -> None:
     data = torch.frombuffer(bytearray(image), dtype=torch.uint8)
     files = Files()
     writing = FileWriter(files, [FileSpec("a", len(image), 4096, b"\7" * 64)])
-    writing.write([Range(0, 0, len(image), Staged(0, data.data_ptr()))])
+    writing.write([Range(0, 0, len(image), data.data_ptr())])
     assert writing.finish() == [b"\7" * 64] and bytes(files.sinks["a"].data) == image

@@ -250,7 +250,7 @@ class Swarm:
         except Answered:
             return False
         if not given:
-            self._remote.reader(file.name).read_into(start, [view])
+            self._remote.reader(file.name).read_into(start, view)
         spent = time.monotonic() - begun
         self._typical = spent if not self._typical else 0.9 * self._typical + 0.1 * spent
         self.seed.add(number, -(-(stop - start) // file.chunk_bytes))

@@ -43,7 +43,7 @@ class RankReader:
         what = f"step {self._snapshot.step}"
         suppliers = Suppliers({volume.name: [self._servers[url]]}, deadline, what)
         suppliers.stopped = self.stopped
-        RemoteReader(volume, suppliers).read_into(start, [view])
+        RemoteReader(volume, suppliers).read_into(start, view)
 
     def close(self, reason: str = "") -> None:
         """Read no more; `reason` says why the reader failed, if it did."""
@@ -76,7 +76,7 @@ class StepReader:
         found, rank = self._step.order[volume], self._step.places[volume]
         if found.name in self._files:
             fd, first = self._files[found.name]
-            if not through(os.preadv, fd, [view], first + start):
+            if not through(os.preadv, fd, view, first + start):
                 raise EndpointError(f"{found.name} ends before byte {start + view.nbytes}")
             return
         deadline = Deadline(REMOTE_SECONDS)

@@ -5,17 +5,17 @@ from __future__ import annotations
 import errno
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack, suppress
 from pathlib import Path
 
-from torchrelay.stores.commit_point import CommitPoint, commit_unknown
 from torchrelay.stores.local.files import Files, lock, named
 from torchrelay.stores.local.handles import Handles
-from torchrelay.stores.local.removal import closing, remove_directory
+from torchrelay.stores.local.removal import remove_directory
 from torchrelay.stores.local.root import StepRoot, directory_id, is_committed
 from torchrelay.stores.local.step import data_sizes
-from torchrelay.stores.seam import MANIFEST, Buffer, Listing
+from torchrelay.stores.retry import commit_unknown
+from torchrelay.stores.seam import MANIFEST, Buffer, CommitPoint, Listing
 
 WRITE_OUT_BYTES = 8 << 20
 VISIBLE_SECONDS = 2.0  # that a network file system may take to show another host's directory
@@ -25,12 +25,10 @@ _TRIES = 100
 class LocalDraft(CommitPoint):
     """See `seam.Draft`. The process that calls `begin` holds the draft's lock until it ends."""
 
-    def __init__(
-        self, root: StepRoot, step: int, token: str, overwrite: bool, files: Files
-    ) -> None:
+    def __init__(self, root: StepRoot, step: int, token: str, overwrite: bool) -> None:
         super().__init__()
         self._root, self._step, self._token = root, step, token
-        self._overwrite, self._files = overwrite, files
+        self._overwrite, self._files = overwrite, root.files
         self._held: int | None = None
         self.id = ""
         self._handles: Handles[_WrittenFile] = Handles()
@@ -89,7 +87,7 @@ class LocalDraft(CommitPoint):
         with named(path):
             fd = self._files.create(path)
             try:
-                self._files.write(fd, [manifest], 0)
+                self._files.write(fd, manifest, 0)
                 self._files.sync(fd)
             finally:
                 os.close(fd)
@@ -121,7 +119,7 @@ class LocalDraft(CommitPoint):
         with ExitStack() as held:
             with suppress(OSError):  # a file system without locks
                 if (fd := lock(target)) is not None:  # so that no one moves it back meanwhile
-                    held.enter_context(closing(fd))
+                    held.callback(os.close, fd)
             self._files.rename(target, replaced)
             try:
                 self._files.rename(self.place, target)
@@ -170,10 +168,10 @@ class LocalSink:
     ordered = False
 
     def __init__(
-        self, path: str, files: Files, nbytes: int, handles: Handles[_WrittenFile] | None = None
+        self, path: str, files: Files, nbytes: int, handles: Handles[_WrittenFile]
     ) -> None:
         self._path, self._files, self._nbytes = path, files, nbytes
-        self._handles: Handles[_WrittenFile] = Handles() if handles is None else handles
+        self._handles = handles
         self._ended = False
         with named(path), self._lent(files.create):
             pass
@@ -183,10 +181,10 @@ class LocalSink:
         path, files = self._path, self._files
         return self._handles.lent(path, lambda: _WrittenFile(open_(path), path, files))
 
-    def write(self, position: int, buffers: Sequence[Buffer]) -> None:
+    def write(self, position: int, data: Buffer) -> None:
         with named(self._path), self._lent(self._files.reopen) as file:
-            self._files.write(file.fd, buffers, position)
-            end = position + sum(map(len, buffers))
+            self._files.write(file.fd, data, position)
+            end = position + len(data)
             if end // WRITE_OUT_BYTES > position // WRITE_OUT_BYTES:
                 begin = position // WRITE_OUT_BYTES * WRITE_OUT_BYTES
                 self._files.write_out(file.fd, begin, WRITE_OUT_BYTES)

@@ -8,12 +8,13 @@ import fcntl
 import os
 import stat
 import uuid
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import BinaryIO
 
-_IOV_MAX = 1024
+from torchrelay.stores.seam import Buffer
+
 _WRITE_OUT = 2  # SYNC_FILE_RANGE_WRITE
 _EXCHANGE = 2  # RENAME_EXCHANGE
 _AT_FDCWD = -100
@@ -22,23 +23,16 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 def through(
-    call: Callable[[int, list[memoryview], int], int],
-    fd: int,
-    buffers: Iterable[memoryview],
-    position: int,
+    call: Callable[[int, list[memoryview], int], int], fd: int, view: memoryview, position: int
 ) -> bool:
-    """Have `os.preadv` or `os.pwritev` do all of the buffers, however many calls that takes;
-    whether it came to their end."""
-    views = [view for view in buffers if len(view)]
-    while views:
-        done = call(fd, views[:_IOV_MAX], position)
+    """Have `os.preadv` or `os.pwritev` do all of a view, however many calls that takes; whether it
+    came to its end."""
+    while len(view):
+        done = call(fd, [view], position)
         if not done:
             return False
         position += done
-        while views and done >= len(views[0]):
-            done -= len(views.pop(0))
-        if done:
-            views[0] = views[0][done:]
+        view = view[done:]
     return True
 
 
@@ -55,10 +49,9 @@ class Files:
         """Open a file that was created here, to write more of it."""
         return os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
 
-    def write(self, fd: int, buffers: Sequence[Any], position: int) -> None:
-        """All of the buffers, however many calls that takes."""
-        views = [memoryview(buffer).cast("B") for buffer in buffers]
-        if not through(os.pwritev, fd, views, position):
+    def write(self, fd: int, data: Buffer, position: int) -> None:
+        """All of the data, however many calls that takes."""
+        if not through(os.pwritev, fd, memoryview(data).cast("B"), position):
             raise OSError(errno.EIO, "nothing was written")
 
     def write_out(self, fd: int, position: int, nbytes: int) -> None:

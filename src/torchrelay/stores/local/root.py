@@ -33,7 +33,7 @@ class StepRoot:
 
     def __init__(self, path: str | os.PathLike[str], files: Files) -> None:
         self.path = Path(path).absolute()
-        self._files = files
+        self.files = files
         self._made = False
 
     def make(self) -> None:
@@ -44,8 +44,8 @@ class StepRoot:
         for place in (*reversed(above), self.path):
             if not place.exists():
                 with suppress(FileExistsError):  # another process is as fast
-                    self._files.make_dir(str(place))
-            self._files.sync_dir(str(place.parent))
+                    self.files.make_dir(str(place))
+            self.files.sync_dir(str(place.parent))
         self._made = True
 
     def names(self) -> dict[str, int]:

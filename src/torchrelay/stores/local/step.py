@@ -13,7 +13,6 @@ from __future__ import annotations
 import ctypes
 import errno
 import os
-from collections.abc import Sequence
 from contextlib import AbstractContextManager, closing, suppress
 from random import random
 
@@ -61,18 +60,17 @@ class LocalStep:
 
 
 class LocalReader(DataReader):
-    """A data file of a step that is open, which closes it. It is as long as it was when it was
-    first opened."""
+    """A data file of a step that is open. It is as long as it was when it was first opened."""
 
     def __init__(self, directory: _Directory, path: str, once: bool) -> None:
         self._directory, self._path, self._once = directory, path, once
         self._stamp: _Stamp | None = None
-        self._in_memory = False
-        directory.patience(self._look)
 
-    def _look(self) -> None:
-        with self._lent() as file:
-            self.batched = file.direct is not None
+        def look() -> None:
+            with self._lent() as file:
+                self.batched = file.direct is not None
+
+        directory.patience(look)
 
     def _lent(self) -> AbstractContextManager[_File]:
         return self._directory.files.lent((self._path, self._once), self._open)
@@ -113,31 +111,23 @@ class LocalReader(DataReader):
         with self._lent() as file:
             return _stamp(file.fd) == self._stamp
 
-    def read_cached(self, position: int, buffers: Sequence[memoryview]) -> bool:
+    def read_cached(self, position: int, view: memoryview) -> bool:
         flags = 0 if self._in_memory else _NO_WAIT
         if not flags and not self._in_memory:
             return False
         try:
             with self._lent() as file:
-                done = os.preadv(file.fd, buffers, position, flags)
+                return os.preadv(file.fd, [view], position, flags) == len(view)
         except OSError:
             return False
-        return done == sum(map(len, buffers))
 
-    def read_into(self, position: int, buffers: Sequence[memoryview]) -> None:
-        if len(buffers) == 1 and not self.batched:  # as nearly all reads are
-            with suppress(OSError), self._lent() as file:
-                if os.preadv(file.fd, buffers, position) == len(buffers[0]):
-                    return
-        # A failed or short read is tried again, and the error names the file.
-        self._directory.patience(lambda: self._read_into(position, buffers))
+    def read_into(self, position: int, view: memoryview) -> None:
+        def read() -> None:
+            with named(self._path), self._lent() as file:
+                done = 0 if file.direct is None else _read_direct(file.direct, position, view)
+                _read_whole(file.fd, self._path, position + done, view[done:])
 
-    def _read_into(self, position: int, buffers: Sequence[memoryview]) -> None:
-        views = [view for view in buffers if len(view)]
-        with named(self._path), self._lent() as file:
-            if file.direct is not None and len(views) == 1:
-                position, views = _read_direct(file.direct, position, views[0])
-            _read_whole(file.fd, self._path, position, views)
+        self._directory.patience(read)
 
 
 class _File:
@@ -187,7 +177,7 @@ def read_manifest(directory: int, url: str) -> bytes:
         if nbytes > MAX_MANIFEST_BYTES:
             raise OSError(errno.EFBIG, f"{nbytes} bytes are too many for a manifest", path)
         data = bytearray(nbytes)
-        _read_whole(file.fd, path, 0, [memoryview(data)])
+        _read_whole(file.fd, path, 0, memoryview(data))
         return bytes(data)
 
 
@@ -214,17 +204,16 @@ def _is_tmpfs(fd: int) -> bool:
     return _libc.fstatfs(fd, facts) == 0 and facts[0] == _TMPFS
 
 
-def _read_whole(fd: int, path: str, position: int, views: Sequence[memoryview]) -> None:
-    if not through(os.preadv, fd, views, position):
-        raise EOFError(f"{path} ends before byte {position + sum(map(len, views))}")
+def _read_whole(fd: int, path: str, position: int, view: memoryview) -> None:
+    if not through(os.preadv, fd, view, position):
+        raise EOFError(f"{path} ends before byte {position + len(view)}")
 
 
-def _read_direct(fd: int, position: int, view: memoryview) -> tuple[int, list[memoryview]]:
-    """Read the aligned part of a range; returns what is left to read."""
-    address = address_of(view)
+def _read_direct(fd: int, position: int, view: memoryview) -> int:
+    """Read the aligned part of a range; returns how many bytes were read."""
     whole = len(view) // PAGE * PAGE
-    if position % PAGE or address % PAGE:
-        whole = 0
+    if not whole or position % PAGE or address_of(view) % PAGE:
+        return 0
     done = 0
     while done < whole:
         try:
@@ -234,4 +223,4 @@ def _read_direct(fd: int, position: int, view: memoryview) -> tuple[int, list[me
         if count % PAGE or not count:
             break
         done += count
-    return position + done, [view[done:]] if done < len(view) else []
+    return done

@@ -25,7 +25,7 @@ from torchrelay.stores.local.removal import closing, remove_directory
 from torchrelay.stores.local.root import StepRoot, directory_id, host_name, is_committed, token
 from torchrelay.stores.local.step import LocalStep
 from torchrelay.stores.retry import ONCE, Retry
-from torchrelay.stores.seam import Listing
+from torchrelay.stores.seam import Listing, settled
 
 FOREIGN_AGE = 24 * 3600.0  # seconds after which another host's draft counts as left behind
 _LEFT_BEHIND = re.compile(r"step-(\d+)\.(tmp|old)-(.+)-(\d+)-[0-9a-f]+")
@@ -35,18 +35,15 @@ class LocalStore:
     """A directory with checkpoints; created when the first step is begun."""
 
     def __init__(self, root: str | os.PathLike[str], *, files: Files | None = None) -> None:
-        self._files = files or Files()
-        self._root = StepRoot(root, self._files)
+        self._root = StepRoot(root, files or Files())
+        self._files = self._root.files
         self.url = str(self._root.path)
 
     def steps(self) -> list[int]:
-        folders = self._root.folders()
-        while True:
-            steps = [step for step in folders if is_committed(self._root.listed(step, folders))]
-            # One that was removed since it was listed has a successor, which may not be listed.
-            if len(steps) == len(folders) or (again := self._root.folders()) == folders:
-                return steps
-            folders = again
+        def committed(listing: Listing) -> list[int]:
+            return [step for step in listing if is_committed(self._root.listed(step, listing))]
+
+        return settled(self.listing, committed)
 
     def listing(self) -> Listing:
         return self._root.folders()
@@ -58,7 +55,7 @@ class LocalStore:
         return directory_id(self._root.existing(step))
 
     def draft(self, step: int, token: str, *, overwrite: bool = False) -> LocalDraft:
-        return LocalDraft(self._root, step, token, overwrite, self._files)
+        return LocalDraft(self._root, step, token, overwrite)
 
     def free_bytes(self) -> int | None:
         place = self._root.path

@@ -169,10 +169,10 @@ class Bucket:
             options = {"range": (start, start + nbytes)}
             return self._taken(path, self._obs.get(self._store, path, options=options), nbytes)
 
-    def folders(self, path: str = "") -> list[str]:
-        """Names, without the path, of what looks like directories right below it."""
-        with self.named(path):
-            found = self._obs.list_with_delimiter(self._store, path or None)["common_prefixes"]
+    def folders(self) -> list[str]:
+        """Names of what looks like directories right below the prefix."""
+        with self.named(""):
+            found = self._obs.list_with_delimiter(self._store)["common_prefixes"]
             return [str(prefix).rstrip("/").rpartition("/")[2] for prefix in found]
 
     def objects(self, path: str = "", *, after: str | None = None) -> list[ObjectInfo]:

@@ -3,25 +3,26 @@
 from __future__ import annotations
 
 import errno
-from collections.abc import Sequence
 from contextlib import suppress
 from math import ceil
-from typing import Any
 
 from torchrelay.errors import UsageError
-from torchrelay.stores.commit_point import CommitPoint, commit_unknown
 from torchrelay.stores.local.removal import ownership
 from torchrelay.stores.objects.bucket import Bucket
 from torchrelay.stores.objects.step import (
     HEAD_BYTES,
     check_name,
+    committed_at,
     manifest_path,
     split_folder,
     with_folder,
 )
-from torchrelay.stores.seam import MAX_MANIFEST_BYTES, Buffer, Listing
+from torchrelay.stores.retry import commit_unknown
+from torchrelay.stores.seam import MAX_MANIFEST_BYTES, Buffer, CommitPoint, Listing
 
+PART_BYTES = 16 << 20  # S3 takes none below 5 MiB
 MAX_PARTS = 10_000  # of one object, on S3 and GCS
+CONCURRENCY = 8  # requests at once
 
 
 def folder_of(bucket: Bucket, step: int) -> str:
@@ -38,29 +39,20 @@ def remove_own(bucket: Bucket, folder: str, record: bytes | None = None) -> None
 class ObjectDraft(CommitPoint):
     """See `seam.Draft`. `begin` writes nothing: a draft exists with its first data object."""
 
-    def __init__(
-        self,
-        bucket: Bucket,
-        step: int,
-        token: str,
-        overwrite: bool,
-        part_bytes: int,
-        concurrency: int,
-    ) -> None:
+    def __init__(self, bucket: Bucket, step: int, token: str, overwrite: bool) -> None:
         super().__init__()
         self._bucket, self._step, self._overwrite = bucket, step, overwrite
         self._token = self.id = token
-        self._part_bytes, self._concurrency = part_bytes, concurrency
         self._folder = f"step-{step}/{token}"
         self.place = bucket.name(self._folder)
 
     def begin(self, listing: Listing | None = None) -> None:
-        if listing is None or self._step in listing:
-            with suppress(FileNotFoundError):
-                self._check_replaces(folder_of(self._bucket, self._step))
-
-    def _check_replaces(self, committed: str) -> None:
-        """Raise unless this draft may replace a step, whose data are in that folder."""
+        if listing is not None and self._step not in listing:
+            return
+        try:
+            committed = folder_of(self._bucket, self._step)
+        except FileNotFoundError:
+            return
         name = self._bucket.name(manifest_path(self._step))
         if not self._overwrite:
             raise FileExistsError(errno.EEXIST, "the step is committed", name)
@@ -72,10 +64,7 @@ class ObjectDraft(CommitPoint):
 
     def open(self, name: str, nbytes: int) -> ObjectSink:
         check_name(name)
-        part_bytes = max(self._part_bytes, ceil(nbytes / MAX_PARTS))
-        path = f"{self._folder}/{name}"
-        writer = self._bucket.writer(path, part_bytes, self._concurrency)
-        return ObjectSink(self._bucket, writer, path, nbytes, part_bytes)
+        return ObjectSink(self._bucket, f"{self._folder}/{name}", nbytes)
 
     def sizes(self) -> dict[str, int]:
         return self._bucket.sizes(self._folder)
@@ -85,7 +74,7 @@ class ObjectDraft(CommitPoint):
         replaced, before = "", b""
         if self._overwrite:
             with suppress(FileNotFoundError):
-                replaced, before = split_folder(self._bucket.get(path, MAX_MANIFEST_BYTES))
+                replaced, before = committed_at(self._bucket, self._step)
         with self.passing():
             try:
                 self._bucket.put(path, content, create=not self._overwrite)
@@ -126,29 +115,26 @@ class ObjectSink:
 
     ordered = True
 
-    def __init__(
-        self, bucket: Bucket, writer: Any, path: str, nbytes: int, part_bytes: int
-    ) -> None:
-        self._bucket, self._writer, self._path = bucket, writer, path
-        self._nbytes, self._part_bytes = nbytes, part_bytes
+    def __init__(self, bucket: Bucket, path: str, nbytes: int) -> None:
+        self._bucket, self._path, self._nbytes = bucket, path, nbytes
+        self._part_bytes = max(PART_BYTES, ceil(nbytes / MAX_PARTS))
+        self._writer = bucket.writer(path, self._part_bytes, CONCURRENCY)
         self._written = 0
         self._open = True
 
-    def write(self, position: int, buffers: Sequence[Buffer]) -> None:
+    def write(self, position: int, data: Buffer) -> None:
         self._check_open()
         if position != self._written:
             raise UsageError(f"{self._path}: byte {self._written} is next, not {position}")
-        views = [memoryview(buffer).cast("B") for buffer in buffers]
-        if position + sum(map(len, views)) > self._nbytes:
+        if position + len(data) > self._nbytes:
             raise UsageError(f"{self._path}: more than the {self._nbytes} bytes it was opened for")
-        for view in filter(len, views):
-            try:
-                with self._bucket.named(self._path):
-                    self._writer.write(bytes(view))  # which it keeps
-            except BaseException:
-                self._stop()
-                raise
-            self._written += len(view)
+        try:
+            with self._bucket.named(self._path):
+                self._writer.write(bytes(data))  # which it keeps
+        except BaseException:
+            self._stop()
+            raise
+        self._written += len(data)
 
     def finish(self) -> None:
         self._check_open()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import re
-from collections.abc import Sequence
 
 from torchrelay.errors import UsageError
 from torchrelay.memory.crew import Crew
@@ -40,6 +39,11 @@ def split_folder(manifest: bytes) -> tuple[str, bytes]:
     return match[1].decode(), b"{" + manifest[match.end() :]
 
 
+def committed_at(bucket: Bucket, step: int) -> tuple[str, bytes]:
+    """The folder of a step, and its commit record."""
+    return split_folder(bucket.get(manifest_path(step), MAX_MANIFEST_BYTES))
+
+
 class ObjectStep:
     """See `seam.OpenStep`. One request brings the record and the name of its folder."""
 
@@ -49,8 +53,7 @@ class ObjectStep:
     def __init__(self, bucket: Bucket, crew: Crew, step: int, patience: Retry) -> None:
         self._bucket, self._crew, self._step, self._patience = bucket, crew, step, patience
         self.url = bucket.name(f"step-{step}")
-        content = patience(lambda: bucket.get(manifest_path(step), MAX_MANIFEST_BYTES))
-        self._token, self._record = split_folder(content)
+        self._token, self._record = patience(lambda: committed_at(bucket, step))
 
     def manifest(self) -> bytes:
         return self._record
@@ -84,17 +87,13 @@ class ObjectReader(DataReader):
         self._bucket, self._crew, self._path, self._patience = bucket, crew, path, patience
         self.nbytes = patience(lambda: bucket.nbytes(path))
 
-    def read_into(self, position: int, buffers: Sequence[memoryview]) -> None:
-        views = [memoryview(buffer).cast("B") for buffer in buffers]
-        end = position + sum(map(len, views))
+    def read_into(self, position: int, view: memoryview) -> None:
+        end = position + len(view)
         if end > self.nbytes:
             name = self._bucket.name(self._path)
             raise EOFError(f"{name} has {self.nbytes} bytes, the read ends at {end}")
-        parts = []
-        for view in views:
-            cuts = range(0, len(view), RANGE_BYTES)
-            parts += [(position + at, view[at : at + RANGE_BYTES]) for at in cuts]
-            position += len(view)
+        cuts = range(0, len(view), RANGE_BYTES)
+        parts = [(position + at, view[at : at + RANGE_BYTES]) for at in cuts]
         if len(parts) == 1:
             self._fetch(*parts[0])
             return

@@ -14,19 +14,17 @@ import errno
 import re
 from contextlib import suppress
 from datetime import datetime, timezone
+from itertools import compress
 
 from torchrelay.errors import UsageError
 from torchrelay.memory.crew import Crew
 from torchrelay.steps import MAX_STEP
 from torchrelay.stores.objects.bucket import Bucket, ObjectInfo
-from torchrelay.stores.objects.draft import ObjectDraft, folder_of, remove_own
-from torchrelay.stores.objects.step import TOKEN, ObjectStep, manifest_path, split_folder
+from torchrelay.stores.objects.draft import CONCURRENCY, ObjectDraft, folder_of, remove_own
+from torchrelay.stores.objects.step import TOKEN, ObjectStep, committed_at, manifest_path
 from torchrelay.stores.retry import ONCE, Retry
-from torchrelay.stores.seam import DATA_NAME, MANIFEST, MAX_MANIFEST_BYTES, Listing
+from torchrelay.stores.seam import DATA_NAME, MANIFEST, Listing, settled
 
-PART_BYTES = 16 << 20
-LEAST_PART_BYTES = 5 << 20  # S3 takes no smaller part
-CONCURRENCY = 8
 DAY = 24 * 3600.0
 
 _STEP = re.compile(r"step-(0|[1-9][0-9]{0,18})")
@@ -40,41 +38,25 @@ class ObjectStore:
 
     `timeout`: seconds that one request may take, with its retries. `grace`: seconds after its last
     object that a draft counts as left behind, since no machine sees whether another's writer is
-    alive. An open data file holds about `concurrency + 2` parts of `part_bytes` in memory.
+    alive. An open data file holds about `CONCURRENCY + 2` parts of `PART_BYTES` in memory.
 
     A reader of a step that is replaced or deleted meanwhile gets `FileNotFoundError`. Make a store
     per process: it does not survive a fork. The parts of an upload whose process died are
     invisible here; a lifecycle rule of the bucket (abort incomplete multipart uploads) frees them.
     """
 
-    def __init__(
-        self,
-        url: str,
-        *,
-        timeout: float = 300.0,
-        grace: float = DAY,
-        part_bytes: int = PART_BYTES,
-        concurrency: int = CONCURRENCY,
-    ) -> None:
-        if part_bytes < LEAST_PART_BYTES:
-            raise UsageError(f"part_bytes={part_bytes}: services take {LEAST_PART_BYTES} or more")
-        if concurrency < 1:
-            raise UsageError(f"concurrency={concurrency}: at least one request has to run")
+    def __init__(self, url: str, *, timeout: float = 300.0, grace: float = DAY) -> None:
         self._bucket = Bucket(url, timeout=timeout)
         self.url = self._bucket.url
         self._grace = grace
-        self._parts = (part_bytes, concurrency)
-        self._crew = Crew(concurrency)
+        self._crew = Crew(CONCURRENCY)
 
     def steps(self) -> list[int]:
-        folders = list(self.listing())
-        while True:
-            committed = self._crew.each(self._bucket.has, map(manifest_path, folders))
-            steps = [step for step, there in zip(folders, committed, strict=True) if there]
-            # One that was removed since it was listed has a successor, which may not be listed.
-            if len(steps) == len(folders) or (again := list(self.listing())) == folders:
-                return steps
-            folders = again
+        def committed(listing: Listing) -> list[int]:
+            there = self._crew.each(self._bucket.has, map(manifest_path, listing))
+            return list(compress(listing, there))
+
+        return settled(self.listing, committed)
 
     def listing(self) -> Listing:
         try:
@@ -103,12 +85,12 @@ class ObjectStore:
             raise UsageError(f"step {step} is negative")
         if not TOKEN.fullmatch(token) or token == MANIFEST:
             raise UsageError(f"{token!r} cannot be a token")
-        return ObjectDraft(self._bucket, step, token, overwrite, *self._parts)
+        return ObjectDraft(self._bucket, step, token, overwrite)
 
     def delete(self, step: int, listing: Listing | None = None) -> None:
         path = manifest_path(step)
         try:
-            token, record = split_folder(self._bucket.get(path, MAX_MANIFEST_BYTES))
+            token, record = committed_at(self._bucket, step)
         except FileNotFoundError:
             raise
         except OSError:

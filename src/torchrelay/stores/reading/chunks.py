@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import mmap
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import closing, contextmanager
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import xxhash
@@ -47,7 +47,6 @@ def opened(step: OpenStep, record: Record, file: int, *, once: bool = False) -> 
     with reading(step, record, whole):
         reader = step.reader(expected.name, once=once)
     if reader.nbytes != expected.nbytes:
-        reader.close()
         problem = f"has {reader.nbytes} bytes, {expected.nbytes} were written"
         lost = whole._replace(start=min(reader.nbytes, expected.nbytes))
         raise damaged(step, record, lost, problem)
@@ -127,10 +126,12 @@ class ChunkReads:
         self._progress = progress or (lambda nbytes: None)
         self._batched = step.costly_reads
         self.begun = False  # whether files were opened, so that bytes may have come
+        self._checked = False
 
     def check(self) -> None:
         """Raise `DamagedError` unless every chunk that has wanted bytes has its digest."""
-        self._run(self._check, self._chunks, once=False)
+        self._run(self._check, once=False)
+        self._checked = True
 
     def _check(self, task: Task, reader: DataReader, scratch: Scratch) -> None:
         verifier, memory = Verifier(self._step, self._record, task), self._memory(task, reader)
@@ -141,11 +142,14 @@ class ChunkReads:
             self._read(task, reader, at, view)
             verifier.update(view)
 
-    def _run(self, act: Act, cut: Callable[[int, bool], Iterable[Task]], *, once: bool) -> None:
-        """Have the tasks done that `cut` makes of each file; `once`: they are not read again."""
+    def _run(self, act: Act, *, once: bool, exact: bool = False) -> None:
+        """Have all spans done. `once`: they are not read again. `exact`: the wanted bytes and no
+        others, unless reads need alignment; otherwise chunks are whole."""
         readers = {file: opened(self._step, self._record, file, once=once) for file in self._spans}
         tasks = [
-            task for file, reader in readers.items() for task in cut(file, self._is_batched(reader))
+            Task(file, *span)
+            for file, reader in readers.items()
+            for span in self._cut(file, exact and not self._is_batched(reader))
         ]
         workers = WORKERS  # more where some of them wait
         if self._step.costly_reads:
@@ -171,19 +175,17 @@ class ChunkReads:
             return do
 
         self.begun = True
-        try:
-            share_out(tasks, work, workers)
-        finally:
-            for reader in readers.values():
-                reader.close()
+        share_out(tasks, work, workers)
 
     def _is_batched(self, reader: DataReader) -> bool:
         return self._batched or reader.batched
 
-    def _chunks(self, file: int, batched: bool) -> Iterator[Task]:
-        """Ranges of whole chunks, of a size that is worth a task or a request."""
-        for span in whole_chunks(self._record.volumes[file], self._spans[file], TASK_BYTES):
-            yield Task(file, *span)
+    def _cut(self, file: int, exact: bool) -> Iterable[tuple[int, int]]:
+        """The spans of a file in ranges of a size that is worth a task or a request."""
+        spans, size = self._spans[file], TASK_BYTES
+        if not exact:
+            return whole_chunks(self._record.volumes[file], spans, size)
+        return ((at, min(stop, at + size)) for low, stop in spans for at in range(low, stop, size))
 
     def _in_scratch(self, task: Task, reader: DataReader, scratch: Scratch) -> Views:
         """Positions of the pieces of a range, each in the same memory."""
@@ -199,7 +201,7 @@ class ChunkReads:
 
     def _read(self, task: Task, reader: DataReader, at: int, view: memoryview) -> None:
         with reading(self._step, self._record, task):
-            reader.read_into(at, [view])
+            reader.read_into(at, view)
 
 
 class Verifier:
@@ -260,7 +262,8 @@ def check_chunks(
 def read_chunks(step: OpenStep, record: Record, task: Task) -> memoryview:
     """Read a range of whole chunks; `DamagedError` unless each has its digest."""
     data = memoryview(bytearray(task.stop - task.start))
-    with closing(opened(step, record, task.file)) as reader, reading(step, record, task):
-        reader.read_into(task.start, [data])
+    reader = opened(step, record, task.file)
+    with reading(step, record, task):
+        reader.read_into(task.start, data)
     Verifier(step, record, task).update(data)
     return data

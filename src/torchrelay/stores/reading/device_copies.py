@@ -61,7 +61,7 @@ class DeviceCopies:
     def check(self) -> None:
         """Nothing: the step is compared when it is opened."""
 
-    def land(self, *, verify: bool = True, checked: bool = False) -> None:
+    def land(self, *, verify: bool = True) -> None:
         """Fill the places, if the memory is still lent."""
         self._step.check_lent()
         self.begun = True

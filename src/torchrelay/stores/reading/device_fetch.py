@@ -120,14 +120,14 @@ class DeviceFetch:
             return
         self._slab = slab
 
-    def land(self, *, verify: bool = True, checked: bool = False) -> None:
+    def land(self, *, verify: bool = True) -> None:
         """Fill the places; after a `check`, from where it has left the bytes."""
         if self._slab is not None:
             self._scatter(self._groups, self._slab)
             self._slab = None
             self._progress(sum(group.nbytes for group in self._groups))
-        elif checked:
-            self._plain.land(verify=verify, checked=True)
+        elif self.instead:  # it was checked by other means
+            self._plain.land(verify=verify)
         else:
             self._land(verify)
 
@@ -179,7 +179,7 @@ class DeviceFetch:
                     nbytes = min(piece, group.stop - at)
                     part = Task(group.file, at, at + nbytes)
                     with reading(self._store, self._checkpoint, part):
-                        readers[group.file].read_into(at, [upload.view(nbytes)])
+                        readers[group.file].read_into(at, upload.view(nbytes))
                     upload.send(base + group.at + at - group.start, nbytes)
                     self._progress(nbytes)
 
@@ -194,8 +194,6 @@ class DeviceFetch:
                 stream.synchronize()  # nothing reads the buffers, and all of it has come
                 for upload in uploads:
                     upload.close()
-                for reader in readers.values():
-                    reader.close()
 
     def _compare(self, groups: list[_Group], slab: torch.Tensor) -> None:
         """`DamagedError` unless what the current stream leaves in the slab has its digests."""

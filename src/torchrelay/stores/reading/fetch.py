@@ -7,7 +7,7 @@ of memory again are not hashed twice. So nothing is written anywhere before all 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 
 import torch
@@ -54,27 +54,18 @@ class Fetch(ChunkReads):
         # Each copy to a device has its price.
         self._batched |= any(stream.devices for stream in self._streams.values())
 
-    def land(self, *, verify: bool = True, checked: bool = False) -> None:
+    def land(self, *, verify: bool = True) -> None:
         """Fill the destinations. With `verify`, `DamagedError` if a chunk is not what was written.
 
-        After `check` (`checked`), bytes that come out of the same memory again are not hashed a
-        second time; bytes that the medium has to supply again are.
+        After `check`, bytes that come out of the same memory again are not hashed a second time;
+        bytes that the medium has to supply again are.
         """
         if not verify or self._step.trusted:
-            self._run(partial(self._land, verify=False), self._exactly, once=True)
-        elif checked:
-            self._run(self._land_again, self._chunks, once=False)
+            self._run(partial(self._land, verify=False), once=True, exact=True)
+        elif self._checked:
+            self._run(self._land_again, once=False)
         else:
-            self._run(self._land, self._chunks, once=True)
-
-    def _exactly(self, file: int, batched: bool) -> Iterator[Task]:
-        """The wanted bytes and no others, unless reads need alignment."""
-        if batched:
-            yield from self._chunks(file, batched)
-            return
-        for start, stop in self._spans[file]:
-            for at in range(start, stop, TASK_BYTES):
-                yield Task(file, at, min(stop, at + TASK_BYTES))
+            self._run(self._land, once=True)
 
     def _land(
         self, task: Task, reader: DataReader, scratch: Scratch, *, verify: bool = True
@@ -89,7 +80,7 @@ class Fetch(ChunkReads):
         memory = self._memory(task, reader)
 
         def read(at: int, view: memoryview) -> bool:
-            return reader.read_cached(at, [view])
+            return reader.read_cached(at, view)
 
         again = memory is not None or not self._batched
         if not again or not self._into_place(task, reader, scratch, memory, read):

@@ -27,7 +27,7 @@ def decode_shares(step: int, reports: Sequence[bytes]) -> list[Record]:
     shares = []
     with gc_paused():  # once for all: each of many ranks would end a pause of its own
         for rank, data in enumerate(reports):
-            with _refused(step, rank):
+            with refused("a report of a share of the step", "commit", rank, step):
                 shares.append(decode(data, "part"))
     return shares
 
@@ -43,7 +43,7 @@ def commit_record(
     """The record of a step that all ranks have written. `outlined` has their outlines. `names`: of
     its images, where the caller knows them."""
     names = Names(outlined).all() if names is None else names
-    with _refused(step), gc_paused():
+    with refused("a report of a share of the step", "commit", None, step), gc_paused():
         joined = with_boxes(outlined, names, shares)
     _check_covered(joined, names, step)
     torch_version: Any = torch.__version__
@@ -70,16 +70,17 @@ def _check_covered(record: Record, names: Sequence[str], step: int) -> None:
 
 
 @contextmanager
-def _refused(step: int, rank: int | None = None) -> Iterator[None]:
+def refused(what: str, phase: str, rank: int | None, step: int | None = None) -> Iterator[None]:
+    """Within: a record that a rank has sent and that is none is a `CheckpointError`."""
     try:
         yield
     except ManifestError as fault:
         raise CheckpointError(
-            f"a report of a share of the step is wrong, {fault.message}: see whether all ranks run "
-            "the same version of torchrelay",
+            f"{what} is wrong, {fault.message}: see whether all ranks run the same version of "
+            "torchrelay",
             rank=rank,
             step=step,
-            phase="commit",
+            phase=phase,
             path=fault.path,
         ) from fault
 
@@ -113,7 +114,5 @@ def check_files(draft: Draft, record: Record) -> None:
             raise CheckpointError(
                 f"the draft was changed after it was written: {file.name}, {file.nbytes} bytes, "
                 f"{what}. The step was not committed: save it again",
-                step=record.step,
-                phase="commit",
                 file=file.name,
             )

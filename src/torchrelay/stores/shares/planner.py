@@ -7,6 +7,8 @@ they have in one round, and only where they differ they send details in a second
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+from functools import partial
 from math import prod
 from typing import NamedTuple
 
@@ -18,7 +20,7 @@ import xxhash
 from torchrelay.coordination.call import Call
 from torchrelay.coordination.messages import decoded
 from torchrelay.deadlines import Deadline
-from torchrelay.errors import CheckpointError, ManifestError, UnsupportedLeafError
+from torchrelay.errors import ManifestError, UnsupportedLeafError
 from torchrelay.plan.at_rest import Described, describe
 from torchrelay.plan.casting import StandIns
 from torchrelay.plan.stored import Names
@@ -31,6 +33,7 @@ from torchrelay.state import tensors as t
 from torchrelay.state.local_parts import LocalBoxes, local_parts
 from torchrelay.state.paths import empty_tensors
 from torchrelay.stores.shares import ownership
+from torchrelay.stores.shares.commit_record import refused
 from torchrelay.stores.shares.held import Holder, row_of
 from torchrelay.stores.shares.layout import Entry, ShareLayout, arrange
 from torchrelay.stores.shares.outlines import image_bytes, merge, shape_of
@@ -52,26 +55,23 @@ class PlannedShare(NamedTuple):
     names: Sequence[str] | None = None
 
 
+@dataclass
 class SharePlanner:
     """Plans the shares of one rank. It keeps the last plan, which the next save of such a state
-    uses again, and no tensor."""
+    uses again, and no tensor.
 
-    def __init__(
-        self,
-        rank: int,
-        world: int,
-        file_bytes: int | None,
-        members: Collection[int] | None = None,
-        dtype: torch.dtype | None = None,
-        prepare: Callable[[object], object] | None = None,
-    ) -> None:
-        """`members`: the ranks that take part as meshes count them, where that is known. Replicas
-        of other ranks do not count. `dtype`: that floating tensors are cast to.
-        `prepare`: makes of a state the one that is saved."""
-        self.dtype, self.prepare = dtype, prepare
-        self.rank, self.world, self.file_bytes = rank, world, file_bytes
-        self.members = members
-        self.known: _KnownPlan | None = None
+    `members`: the ranks that take part as meshes count them, where that is known. Replicas of other
+    ranks do not count. `dtype`: that floating tensors are cast to. `prepare`: makes of a state the
+    one that is saved.
+    """
+
+    rank: int
+    world: int
+    file_bytes: int | None
+    members: Collection[int] | None = None
+    dtype: torch.dtype | None = None
+    prepare: Callable[[object], object] | None = None
+    known: _KnownPlan | None = None
 
     def plan(
         self,
@@ -89,8 +89,7 @@ class SharePlanner:
                 _answer, call.round("plan", plan.statement, plan.compare, deadline), rank=0
             )
             if isinstance(answer, Question):
-                question = answer
-                data = call.round("plan", lambda: plan.details(question), plan.rule, deadline)
+                data = call.round("plan", partial(plan.details, answer), plan.rule, deadline)
                 answer = decoded(_answer, data, rank=0)
             assert isinstance(answer, Ruling)
             return PlannedShare(plan.share(answer), plan.outlined, plan.names)
@@ -172,9 +171,7 @@ class SavePlan:
         tensors = self._described.tensors
         found = [self._source(_part(tensors[image], number)) for image, number in known.parts]
         self._planner.known = known
-        if self._stand_ins is None:
-            return Share(known.layout, found)
-        return Share(known.layout, found, self._stand_ins.region)
+        return Share(known.layout, found, self._stand_ins)
 
     def _source(self, tensor: torch.Tensor) -> torch.Tensor:
         """The tensor that has the elements: a stand-in has none."""
@@ -252,18 +249,11 @@ def _outline(told: Details, rank: int) -> tuple[Record, Sequence[str]] | None:
     """The outline that another rank has sent, and the names of its images."""
     if told.outline is None:
         return None
-    try:
+    with refused("an outline that another rank sent", "plan", rank):
         record = decode(told.outline, "part")
         if len(record.outlines) != 1 or record.boxes:
             raise ManifestError("not the outline of one rank")
         return record, Names(record).all()
-    except ManifestError as fault:
-        raise CheckpointError(
-            f"an outline that another rank sent is wrong, {fault.message}: see whether all ranks "
-            "run the same version of torchrelay",
-            rank=rank,
-            phase="plan",
-        ) from fault
 
 
 def _empty(described: Described) -> list[Entry]:

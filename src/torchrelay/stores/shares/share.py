@@ -1,37 +1,45 @@
-"""One rank's share of a step: which files it writes from which memory, and what it reports."""
+"""One rank's share of a step: which files it writes from which memory, and what it reports.
+
+A share is staged through *slots* of an arena: one as large as the share, or several small ones
+that are filled and written in turn (`memory_budget`). The trainer waits while slots are filled.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 
 import torch
 from msgspec.structs import replace
 
-from torchrelay.errors import CheckpointError
+from torchrelay.deadlines import Deadline
+from torchrelay.errors import CheckpointError, StorageTimeoutError
+from torchrelay.memory import threads
+from torchrelay.memory.arena import Arena
+from torchrelay.memory.pages import paged
+from torchrelay.memory.staging import Copy, stage
+from torchrelay.plan.casting import StandIns
 from torchrelay.plan.region import Region, Stream
 from torchrelay.record.schema import Record
 from torchrelay.state.tensors import versions_of
 from torchrelay.stores.seam import DataFiles
 from torchrelay.stores.shares.device_hashing import DeviceHashing
 from torchrelay.stores.shares.layout import ShareLayout
-from torchrelay.stores.writer.file_writer import FileSpec, FileWriter, Range, Staged
+from torchrelay.stores.writer.client import WriterSave
+from torchrelay.stores.writer.file_writer import FileSpec, FileWriter, Placed, Range
 
 PASS_BYTES = 64 << 20
+SLOTS = 4  # of an arena smaller than the share
 
 
 class Share:
     """The files of one rank, ready to be written."""
 
     def __init__(
-        self,
-        layout: ShareLayout,
-        tensors: list[torch.Tensor],
-        region: Callable[[torch.Tensor, str], Region] = lambda tensor, dtype: Region.row_major(
-            tensor
-        ),
+        self, layout: ShareLayout, tensors: list[torch.Tensor], cast: StandIns | None = None
     ) -> None:
-        """`tensors`: the memory of the boxes, in their order. `region`: the bytes of a tensor in a
-        dtype, row by row."""
+        """`tensors`: the memory of the boxes, in their order. `cast`: has those of them that are
+        written in another dtype."""
         self.layout, self.tensors = layout, tensors
         self._versions = versions_of(tensors)
         self.files = [FileSpec(*file.facts) for file in layout.files]
@@ -42,7 +50,10 @@ class Share:
         for file in layout.files:
             head = torch.frombuffer(bytearray(file.header), dtype=torch.uint8)
             placed = [(0, Region.row_major(head))]
-            placed += [(at, region(tensors[n], entries[n].dtype)) for at, n in file.placed]
+            if cast is None:
+                placed += [(at, Region.row_major(tensors[n])) for at, n in file.placed]
+            else:
+                placed += [(at, cast.region(tensors[n], entries[n].dtype)) for at, n in file.placed]
             self._headers.append(head)
             self.streams.append(Stream.of(placed, file.nbytes))
 
@@ -89,14 +100,10 @@ class Share:
         self, draft: DataFiles, progress: Callable[[int], None] = lambda nbytes: None
     ) -> list[bytes]:
         """Write all files from this process; returns the digests of their chunks."""
-        writer = FileWriter(draft, self.files, progress)
-        try:
+        with FileWriter(draft, self.files, progress) as writer:
             for ranges in self._passes():
                 writer.write(ranges)
             return writer.finish()
-        except BaseException:
-            writer.abort()
-            raise
 
     def _passes(self) -> Iterator[list[Range]]:
         """Everything, in as many passes as it takes to copy device memory to the host."""
@@ -109,7 +116,7 @@ class Share:
             for start in range(0, file.nbytes, size):
                 stop = min(start + size, file.nbytes)
                 stream.read(start, stop, buffer)
-                yield [Range(index, start, stop, Staged(start, buffer.data_ptr()))]
+                yield [Range(index, start, stop, buffer.data_ptr() - start)]
 
     def written(self, digests: Sequence[bytes]) -> Record:
         """The report of what was written, with the digests of each file's chunks."""
@@ -126,3 +133,98 @@ def _changed(*, path: str | None = None, file: str | None = None) -> CheckpointE
         path=path,
         file=file,
     )
+
+
+def fills(files: list[FileSpec], slot_bytes: int) -> Iterator[list[Placed]]:
+    """Cut files into slots. A slot has some of each unfinished file, so that threads can write
+    different files; the pieces of each file come in order and are cut at its chunks."""
+    at = [0] * len(files)
+    while left := [i for i, file in enumerate(files) if at[i] < file.nbytes]:
+        left.sort(key=lambda i: files[i].nbytes - at[i])  # short ones leave room to the others
+        slot: list[Placed] = []
+        used = 0
+        for place, index in enumerate(left):
+            file, start = files[index], at[index]
+            room = (slot_bytes - used) // (len(left) - place)
+            whole_chunks = start + room // file.chunk_bytes * file.chunk_bytes
+            stop = file.nbytes if file.nbytes - start <= room else whole_chunks
+            if stop > start:
+                slot.append((index, start, stop, used))
+                used += paged(stop - start)
+                at[index] = stop
+        if not slot:
+            raise CheckpointError(
+                f"a slot of {slot_bytes} bytes is smaller than a chunk of "
+                f"{files[left[-1]].chunk_bytes}: give a larger memory_budget",
+                phase="stage",
+            )
+        yield slot
+
+
+def arena_bytes(files: list[FileSpec]) -> int:
+    """Bytes of an arena that takes all of a share at once."""
+    return sum(paged(file.nbytes) for file in files)
+
+
+class Pipeline:
+    """Fills slots and has them written, by threads of this process or by the writer process.
+    `stage` returns when the sources may change; `finish`, called once from any thread, when
+    everything is durable."""
+
+    def __init__(
+        self, share: Share, arena: Arena, target: FileWriter | WriterSave, deadline: Deadline
+    ) -> None:
+        self._share, self._arena, self._target, self._deadline = share, arena, target, deadline
+        self._slots = 1 if arena_bytes(share.files) <= arena.nbytes else SLOTS
+        self._slot_bytes = arena.nbytes // self._slots
+        self._writes: list[threads.Running] = []  # of slots, each begun when the one before ended
+        self._fault: BaseException | None = None
+
+    def stage(self, workers: int) -> None:
+        try:
+            for number, placed in enumerate(fills(self._share.files, self._slot_bytes)):
+                if number >= self._slots:
+                    self._wait_for(self._writes[number - self._slots])
+                base = number % self._slots * self._slot_bytes
+                copies = [
+                    Copy(self._share.streams[file], start, stop, base + at)
+                    for file, start, stop, at in placed
+                ]
+                stage(copies, self._arena.tensor, threads=workers)
+                filled = [(f, a, b, base + at) for f, a, b, at in placed]
+                write = partial(self._write, filled, self._writes[-1:])
+                self._writes.append(threads.run(write, "save"))
+        except BaseException as fault:
+            self._fault = self._fault or fault
+            raise
+
+    def _wait_for(self, write: threads.Running) -> None:
+        is_free = write.wait(self._deadline.left())
+        if self._fault is not None:
+            raise self._fault
+        if not is_free:
+            raise StorageTimeoutError(
+                "writing is too slow to stage in time: give a longer timeout or a larger "
+                "memory_budget",
+                phase="stage",
+            )
+
+    def _write(self, placed: list[Placed], before: list[threads.Running]) -> None:
+        for write in before:
+            write.wait()
+        try:
+            if self._fault is None:
+                self._target.write_staged(placed)
+        except BaseException as fault:
+            self._fault = self._fault or fault
+
+    def finish(self) -> list[bytes]:
+        """The digests of each file's chunks."""
+        if self._writes and not self._writes[-1].wait(self._deadline.left()):
+            raise StorageTimeoutError(
+                "still writing at the deadline: give a longer timeout", phase="write"
+            )
+        if self._fault is not None:
+            self._target.abort()
+            raise self._fault
+        return self._target.finish()

@@ -6,6 +6,7 @@ import os
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
+from itertools import zip_longest
 
 import msgspec
 
@@ -31,7 +32,7 @@ class WriterProcess(ChildProcess):
         super().__init__("torchrelay.stores.writer.process")
         self._lock = threading.Lock()
         self._attached = (0, -1)  # which of its processes has which arena
-        self._saves = 0
+        self._current: WriterSave | None = None
 
     def attach(
         self, fds: Sequence[int], each: int, nbytes: int, timeout: float = _START_SECONDS
@@ -56,16 +57,16 @@ class WriterProcess(ChildProcess):
     ) -> WriterSave:
         """Open the files of a save, in a draft that exists."""
         with self._lock:
-            self._saves += 1
+            self._current = save = WriterSave(self, files, deadline, bar)
             left = deadline.left()
             self._ask("open", (url, step, token, left, files), left)
-            return WriterSave(self, self._saves, files, deadline, bar)
+            return save
 
-    def ask(self, save: int, call: Call, timeout: float, *arguments: object) -> list[bytes]:
+    def ask(self, save: WriterSave, call: Call, timeout: float, *arguments: object) -> list[bytes]:
         """A request of a save. A thread of a save that was given up may still run, and must not
         write to the files of the next one."""
         with self._lock:
-            if save != self._saves:
+            if save is not self._current:
                 raise CheckpointError("this save was given up", phase=call)
             return self._ask(call, arguments, timeout)
 
@@ -99,43 +100,36 @@ class WriterSave:
     """The files of one save in the writer process."""
 
     def __init__(
-        self,
-        process: WriterProcess,
-        number: int,
-        files: Sequence[FileSpec],
-        deadline: Deadline,
-        bar: Bar,
+        self, process: WriterProcess, files: Sequence[FileSpec], deadline: Deadline, bar: Bar
     ) -> None:
-        self._process, self._number, self._files = process, number, files
+        self._process, self._files = process, files
         self._deadline, self._bar = deadline, bar
 
     def write_staged(self, placed: list[Placed]) -> None:
         for part in self._parts(placed):
-            self._process.ask(self._number, "write", self._deadline.left(), part)
+            self._process.ask(self, "write", self._deadline.left(), part)
             self._bar.add(sum(stop - start for _, start, stop, _ in part))
 
     def _parts(self, placed: list[Placed]) -> Iterator[list[Placed]]:
         """All at once; or, where progress is shown, in parts that have some of each unfinished
         file, cut at its chunks."""
-        while self._bar.is_shown and placed:
-            part: list[Placed] = []
-            rest: list[Placed] = []
-            for index, start, stop, at in placed:
-                chunk = self._files[index].chunk_bytes
-                end = min(stop, start + max(1, PART_BYTES // len(placed) // chunk) * chunk)
-                part.append((index, start, end, at))
-                if end < stop:
-                    rest.append((index, end, stop, at + end - start))
-            yield part
-            placed = rest
-        if placed:
+        if not self._bar.is_shown:
             yield placed
+            return
+        cuts = []
+        for index, start, stop, at in placed:
+            chunk = self._files[index].chunk_bytes
+            size = max(1, PART_BYTES // len(placed) // chunk) * chunk
+            starts = range(start, stop, size)
+            cuts.append([(index, n, min(n + size, stop), at + n - start) for n in starts])
+        for turn in zip_longest(*cuts):
+            yield [piece for piece in turn if piece is not None]
 
     def finish(self) -> list[bytes]:
         """Make the files durable; returns the digests of their chunks."""
-        return self._process.ask(self._number, "sync", self._deadline.left())
+        return self._process.ask(self, "sync", self._deadline.left())
 
     def abort(self) -> None:
         """Give up the files, if this is still the current save; never raises."""
         with suppress(CheckpointError):
-            self._process.ask(self._number, "abort", END_SECONDS)
+            self._process.ask(self, "abort", END_SECONDS)

@@ -31,16 +31,6 @@ FINISHERS = 32  # files that are made durable at once
 WORKERS = max(2, min(8, (os.cpu_count() or 2) // 2))
 
 
-class Staged(NamedTuple):
-    """A copy in one piece that does not change until it is written: `address` has byte `start`."""
-
-    start: int
-    address: int
-
-    def view(self, start: int, stop: int) -> memoryview:
-        return host_view(self.address + start - self.start, stop - start)
-
-
 class FileSpec(NamedTuple):
     """A file to write. `digests`: those of its chunks that are known, zeros for others, or none."""
 
@@ -53,14 +43,15 @@ class FileSpec(NamedTuple):
 class Range(NamedTuple):
     """Bytes [start, stop) of a file; `start` is a multiple of its chunk size.
 
-    `memory` has them by their position in the file. Unless it is `Staged` it may change at any
-    time.
+    `memory` has them by their position in the file, and may change at any time. Or they are a copy
+    in one piece that does not change until it is written: then `memory` is the address at which
+    byte 0 of the file would be.
     """
 
     file: int
     start: int
     stop: int
-    memory: Runs | Staged
+    memory: Runs | int
 
 
 _Task = list[Range]
@@ -68,8 +59,8 @@ Placed = tuple[int, int, int, int]  # file, start and stop in it, position in th
 
 
 class FileWriter:
-    """The files of one rank's draft: `write` for each set of ranges, then `finish`. `base`: the
-    address of the arena that `write_staged` takes bytes from."""
+    """The files of one rank's draft: `write` for each set of ranges, then `finish`; a block that
+    fails gives them up. `base`: the address of the arena that `write_staged` takes bytes from."""
 
     def __init__(
         self,
@@ -94,6 +85,13 @@ class FileWriter:
         except BaseException:
             self.abort()
             raise
+
+    def __enter__(self) -> FileWriter:
+        return self
+
+    def __exit__(self, kind: object, fault: object, trace: object) -> None:
+        if fault is not None:
+            self.abort()
 
     def write(self, ranges: Sequence[Range]) -> None:
         """Hash and write all of the ranges; `CheckpointError` names the file that failed."""
@@ -124,29 +122,25 @@ class FileWriter:
 
     def write_staged(self, placed: Sequence[Placed]) -> None:
         """The same, of copies in the arena."""
-        at_base = self._base
-        self.write([Range(n, low, high, Staged(low, at_base + at)) for n, low, high, at in placed])
+        base = self._base
+        self.write([Range(n, low, high, base + at - low) for n, low, high, at in placed])
 
     def _tasks(self, ranges: Sequence[Range]) -> list[_Task]:
         """The tasks of the threads. Files alternate, so that threads work on different ones. An
         ordered file is one task."""
-        by_file: dict[int, list[_Task]] = {}
+        by_file: dict[int, list[Range]] = {}
         for part in ranges:
             chunk = self._files[part.file].chunk_bytes
             size = chunk * max(1, TASK_BYTES // chunk)
-            cuts = [
+            by_file.setdefault(part.file, []).extend(
                 part._replace(start=at, stop=min(at + size, part.stop))
                 for at in range(part.start, part.stop, size)
-            ]
-            tasks = by_file.setdefault(part.file, [])
-            if not self._sinks[part.file].ordered:
-                tasks += [[cut] for cut in cuts]
-            elif tasks:
-                tasks[0] += cuts
-            else:
-                tasks.append(cuts)
-        turns = zip_longest(*by_file.values())
-        return [task for turn in turns for task in turn if task is not None]
+            )
+        queues: list[list[_Task]] = [
+            [cuts] if self._sinks[file].ordered else [[cut] for cut in cuts]
+            for file, cuts in by_file.items()
+        ]
+        return [task for turn in zip_longest(*queues) for task in turn if task is not None]
 
     def _write(self, part: Range, buffer: ctypes.Array[ctypes.c_char]) -> None:
         file, sink = self._files[part.file], self._sinks[part.file]
@@ -157,7 +151,7 @@ class FileWriter:
             for position, view in _pieces(part.memory, at, end, buffer):
                 if hasher is not None:
                     hasher.update(view)
-                sink.write(position, [view])
+                sink.write(position, view)
             if hasher is not None:
                 place = at // size * 16
                 self._digests[part.file][place : place + 16] = hasher.digest()
@@ -204,12 +198,12 @@ def _are_known(file: FileSpec, start: int, stop: int) -> bool:
 
 
 def _pieces(
-    memory: Runs | Staged, start: int, stop: int, buffer: ctypes.Array[ctypes.c_char]
+    memory: Runs | int, start: int, stop: int, buffer: ctypes.Array[ctypes.c_char]
 ) -> Iterator[tuple[int, memoryview]]:
     """The bytes [start, stop) by their positions, where no one else can change them: in one piece,
     or one after the other in the caller's buffer."""
-    if isinstance(memory, Staged):
-        yield start, memory.view(start, stop)
+    if isinstance(memory, int):
+        yield start, host_view(memory + start, stop - start)
         return
     whole = memoryview(buffer).cast("B")
     for at in range(start, stop, len(buffer)):
