@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import xxhash
 from torch import nn
+from torch.utils._pytree import keystr, tree_flatten_with_path
 
 
 @dataclass(frozen=True)
@@ -54,9 +54,9 @@ class _Model(nn.Module):
 class DemoJob:
     """A model in training. Dropout draws on the random state, so that has to travel as well."""
 
-    def __init__(self, settings: Settings, seed: int) -> None:
+    def __init__(self, settings: Settings, seed: int, rank: int = 0, world: int = 1) -> None:
         torch.manual_seed(seed)
-        self._settings = settings
+        self._settings, self._rank, self._world = settings, rank, world
         self.model = _Model(settings)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-3)
         self.position = 0
@@ -64,7 +64,7 @@ class DemoJob:
     def step(self) -> float:
         """Train on the next batch; returns the loss."""
         settings = self._settings
-        data = torch.Generator().manual_seed(self._seed_of(self.position))
+        data = torch.Generator().manual_seed(self.position * self._world + self._rank)
         # Each row counts up from a random number: something that can be learned.
         first = torch.randint(settings.vocabulary, (settings.batch, 1), generator=data)
         batch = (first + torch.arange(settings.tokens + 1)) % settings.vocabulary
@@ -76,20 +76,10 @@ class DemoJob:
         self.position += 1
         return loss.item()
 
-    def _seed_of(self, position: int) -> int:
-        return position
 
-
-def leaves(state: object, path: str = "") -> Iterator[tuple[str, object]]:
+def leaves(state: object) -> list[tuple[str, Any]]:
     """The leaves of a state with their paths."""
-    if isinstance(state, dict):
-        for key, value in state.items():
-            yield from leaves(value, f"{path}/{key}")
-    elif isinstance(state, list | tuple):
-        for index, value in enumerate(state):
-            yield from leaves(value, f"{path}/{index}")
-    else:
-        yield path, state
+    return [(keystr(path), leaf) for path, leaf in tree_flatten_with_path(state)[0]]
 
 
 def fingerprint(state: object) -> str:

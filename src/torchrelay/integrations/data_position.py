@@ -16,9 +16,6 @@ with extra("data"):
     from torchdata.stateful_dataloader import StatefulDataLoader
     from torchdata.stateful_dataloader.sampler import StatefulDistributedSampler
 
-# Two loaders read the same samples in the same order if these agree.
-_ORDER = ("samples", "seed", "shuffle")
-
 
 class DataPosition:
     """An object for a state: where a loader is, in samples of all ranks together.
@@ -100,6 +97,7 @@ class DataPosition:
         return epoch
 
     def _order(self) -> dict[str, Any]:
+        """Two loaders read the same samples in the same order if these agree."""
         sampler = self._sampler
-        values = (len(self._loader.dataset), sampler.seed, sampler.shuffle)
-        return dict(zip(_ORDER, values, strict=True))
+        samples = len(self._loader.dataset)
+        return {"samples": samples, "seed": sampler.seed, "shuffle": sampler.shuffle}
