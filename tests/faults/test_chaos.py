@@ -28,7 +28,7 @@ PACE = 0.1  # seconds of a step at least: a run is not over before all has happe
 
 
 class Chaos(Story):
-    """Kills something, waits until training goes on, and kills something else."""
+    """Kills something, waits until training continues, and kills something else."""
 
     def __init__(self, plan: Plan, kinds: list[str], seed: int) -> None:
         super().__init__(plan, HOSTS, on_event=self.say)
@@ -47,7 +47,7 @@ class Chaos(Story):
         self._kept: dict[int, KeptByWorker] = {}  # by rank, in keepers that live
         self.keepers: set[int] = set()  # that there ever were
         self._gone: set[int] = set()  # those that were killed
-        self._copied = 0  # the last step of which every keeper had all: its own and the copies
+        self._copied = 0  # the last step that every keeper had whole: its own and the copies
         self._copiers: set[int] = set()  # those keepers
         self._floor = 0  # what was safe at the last start
 
@@ -87,7 +87,7 @@ class Chaos(Story):
             self.launcher.lose_host(host)
 
     def note(self, rank: int, kept: KeptByWorker) -> None:
-        """What a keeper had that is dead by now does not count, whenever it is heard of."""
+        """Steps of a keeper that is dead by now do not count, whenever they are reported."""
         self.keepers.add(kept.keeper)
         if kept.keeper in self._gone:
             return
@@ -107,7 +107,7 @@ class Chaos(Story):
         return max(own, self._copied if self._copiers - self._gone else 0)
 
     def _lose_memory(self, host: str) -> None:
-        """What was in a host's memory is gone: what is newer than the copies was there alone."""
+        """A host's memory is gone, and with it the steps that are newer than the copies."""
         self._gone.add(self.launcher.keepers.get(host, 0))
         for rank, name in enumerate(HOSTS):
             if name == host:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import xxhash
 from torch import nn
-from torch.utils._pytree import keystr, tree_flatten_with_path
 
 
 @dataclass(frozen=True)
@@ -77,9 +77,16 @@ class DemoJob:
         return loss.item()
 
 
-def leaves(state: object) -> list[tuple[str, Any]]:
+def leaves(state: object, path: str = "") -> Iterator[tuple[str, object]]:
     """The leaves of a state with their paths."""
-    return [(keystr(path), leaf) for path, leaf in tree_flatten_with_path(state)[0]]
+    if isinstance(state, dict):
+        for key, value in state.items():
+            yield from leaves(value, f"{path}/{key}")
+    elif isinstance(state, list | tuple):
+        for index, value in enumerate(state):
+            yield from leaves(value, f"{path}/{index}")
+    else:
+        yield path, state
 
 
 def fingerprint(state: object) -> str:

@@ -66,8 +66,8 @@ class TrainingRun(NamedTuple):
 
 
 class Story:
-    """One run, from its first start to its end. `on_step` and `on_event` are called as it goes on,
-    with the newest step and with a sentence."""
+    """One run, from its first start to its end. `on_step` is called with each newest step,
+    `on_event` with a sentence about each thing that happens."""
 
     def __init__(
         self,
