@@ -12,6 +12,7 @@ from safetensors.torch import load_file, save_file
 import torchrelay as tr
 from tests.support.commands import command
 from tests.support.s3 import S3
+from torchrelay.cli.commands.watched import WatchedPlaces
 
 
 def tensors(step: int) -> dict[str, torch.Tensor]:
@@ -134,3 +135,12 @@ def test_a_tied_tensor_that_is_left_out_of_a_file_is_named(tmp_path: Path) -> No
     done = command("convert", tmp_path / "run", tmp_path / "m.safetensors")
     assert done.returncode == 0 and list(load_file(tmp_path / "m.safetensors")) == ["embed"]
     assert done.stderr == "note: tied tensors are written once; left out: head (as embed)\n"
+
+
+def test_a_watched_step_that_is_saved_again_is_looked_at_again(tmp_path: Path) -> None:
+    watched = WatchedPlaces([str(tmp_path)])
+    with tr.Checkpointer(tmp_path) as there:
+        for size in (2, 3):
+            there.save(1, {"w": torch.zeros(size)}, overwrite=True)
+            (tensor,) = watched.contents(1).tensors
+            assert tensor.shape == (size,)

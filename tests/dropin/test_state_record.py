@@ -253,25 +253,14 @@ def sharded_record(**changes: Any) -> bytes:
 
 
 @pytest.mark.parametrize("place", ["rank:1/cpu", "trainer0/cuda:1", "cpu", None])
-def test_sharded_tensors(place: str | None) -> None:
+def test_of_a_sharded_tensor_the_tensors_are_read_that_follow(place: str | None) -> None:
+    properties = TensorProperties(torch.float32, memory_format=torch.channels_last)
     whole = ShardedTensorMetadata(
-        [ShardMetadata([0, 0], [2, 3], place)],
-        torch.Size([4, 3]),
-        TensorProperties(torch.float32),
-    )
-    assert_same(sharded_record(sharded_tensor_metadata=whole))
-
-
-def test_only_the_dtype_of_a_sharded_tensors_properties_is_taken() -> None:
-    properties = TensorProperties(
-        torch.float32, requires_grad=True, memory_format=torch.channels_last, pin_memory=True
-    )
-    whole = ShardedTensorMetadata(
-        [ShardMetadata([0, 0], [4, 3], "cpu")], torch.Size([4, 3]), properties
+        [ShardMetadata([0, 0], [4, 3], place)], torch.Size([4, 3]), properties
     )
     (leaf,) = loads(sharded_record(sharded_tensor_metadata=whole)).non_tensor_leaves
     assert isinstance(leaf, _ShardedTensorMeta)
-    assert leaf.sharded_tensor_metadata.tensor_properties == TensorProperties(torch.float32)
+    assert leaf.local_shards_meta == [_TensorMeta(torch.Size([2, 3]), torch.float32, 0, (3, 1), 24)]
 
 
 # Attacks ---------------------------------------------------------------------------------------
@@ -555,31 +544,19 @@ def test_tensor_record_within_bounds() -> None:
     assert_same(record_with(shape=torch.Size([0, 3]), storage_offset=99))
 
 
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"local_shards_meta": []},
-        {"local_shards_meta": [_TensorMeta(torch.Size([2, 3]), torch.float32, 0, (0, 0), 4)]},
-        {"local_shards_shard_metadata": [ShardMetadata([0, 0], [3, 3], "cpu")]},
-        {"local_shards_shard_metadata": [ShardMetadata([3, 0], [2, 3], "cpu")]},
-        {"local_shards_shard_metadata": [ShardMetadata([0], [2], "cpu")]},
-        {"sharded_tensor_metadata": None},
-        {"sharded_tensor_metadata": ShardedTensorMetadata([], torch.Size([1, 3]))},
-        {
-            "sharded_tensor_metadata": ShardedTensorMetadata(
-                [], torch.Size([4, 3]), TensorProperties(torch.float16)
-            )
-        },
-        {
-            "sharded_tensor_metadata": ShardedTensorMetadata(
-                [], torch.Size([4, 3]), TensorProperties(torch.float32, torch.sparse_coo)
-            )
-        },
-    ],
-    ids=str,
-)
-def test_sharded_record_that_does_not_fit(changes: dict[str, Any]) -> None:
-    assert_refused(sharded_record(**changes))
+@pytest.mark.parametrize("shards", [None, {}, [None], [1]], ids=str)
+def test_a_sharded_record_without_tensors(shards: Any) -> None:
+    assert_refused(sharded_record(local_shards_meta=shards))
+
+
+@pytest.mark.usefixtures("fake_ranks")
+def test_attack_placements_for_more_dimensions_than_a_mesh_can_have() -> None:
+    """One tuple that many DTensors share would be looked at for each of them."""
+    mesh = init_device_mesh("cpu", (4,))
+    meta = _prepare_state_dict([DTensor.from_local(torch.ones(2), mesh, [Replicate()])], CPU)[0]
+    spec: Any = meta.non_tensor_leaves[0]
+    object.__setattr__(spec.spec, "placements", (Replicate(),) * 65)
+    assert_refused(pickle.dumps(meta), "more than 64 dimensions")
 
 
 def test_a_dict_with_a_key_twice() -> None:

@@ -20,7 +20,6 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.utils._pytree import tree_flatten_with_path
 
 from tests.support.ranks import RankPool
-from torchrelay.dropin._torch_records import _prepare_state_dict
 from torchrelay.dropin._torch_wire import LENGTH_TAG, recv_torch, send_torch
 from torchrelay.errors import MismatchError, RemoteProtocolError, UnsupportedLeafError
 
@@ -420,71 +419,38 @@ def test_a_sharded_source_does_not_fill_a_replicated_destination(pool2: RankPool
     pool2.run(sharded_into_replicated)
 
 
-def _sharded(rank: int, owners: tuple[int, ...], fill: float) -> Any:
+def _sharded(rank: int) -> Any:
+    """Two rows of a ShardedTensor on each of two ranks."""
     boxes = [
-        sharded_tensor.ShardMetadata([2 * i, 0], [2, 3], f"rank:{owner}/cpu")
-        for i, owner in enumerate(owners)
+        sharded_tensor.ShardMetadata([2 * owner, 0], [2, 3], f"rank:{owner}/cpu")
+        for owner in range(2)
     ]
-    local = [
-        sharded_tensor.Shard(torch.full((2, 3), fill), box)
-        for box in boxes
-        if box.placement is not None and box.placement.rank() == rank
-    ]
-    return sharded_tensor.init_from_local_shards(local, 2 * len(owners), 3)
+    local = [sharded_tensor.Shard(torch.full((2, 3), float(5 + rank)), boxes[rank])]
+    return sharded_tensor.init_from_local_shards(local, 4, 3)
 
 
-def sharded(rank: int, group: ProcessGroup, sender_is_stock: bool) -> None:
-    ours = _sharded(rank, (0, 1), float(5 + rank))
-    swapped = _sharded(rank, (1, 0), 0.0)
+def sharded(rank: int, group: ProcessGroup) -> None:
+    ours = _sharded(rank)
     if rank == 0:
-        for _ in range(4):
-            if sender_is_stock:
-                stock(group).send_checkpoint([1], {"a": torch.ones(2), "w": ours})
-            else:
-                send_torch(group, [1], {"a": torch.ones(2), "w": ours}, CPU, wait)
+        stock(group).send_checkpoint([1], {"a": torch.ones(2), "w": ours})
+        with pytest.raises(UnsupportedLeafError, match="DTensor") as caught:
+            send_torch(group, [1], {"a": torch.ones(2), "w": ours}, CPU, wait)
+        assert caught.value.path == "['w']"
+        stock(group).send_checkpoint([1], {"w": torch.zeros(2, 3)})
+        stock(group).send_checkpoint([1], SENT)
         return
-    theirs: Any = stock(group).recv_checkpoint(0)
-    got = recv(group)
-    (shard,) = got["w"].local_shards()
-    (like,) = theirs["w"].local_shards()
-    assert torch.equal(shard.tensor, torch.full((2, 3), 5.0))
-    assert shard.metadata == like.metadata
-    assert got["w"].metadata() == theirs["w"].metadata()
     into = {"a": torch.zeros(2), "w": ours}
-    with pytest.raises(MismatchError, match="shards") as caught:
+    with pytest.raises(UnsupportedLeafError, match="DTensor") as caught:
         recv(group, into)
     assert caught.value.path == "['w']"
-    assert into["a"].eq(0).all() and ours.local_shards()[0].tensor.eq(6).all()
-    assert recv(group, {"w": swapped})["w"] is swapped
-    assert swapped.local_shards()[0].tensor.eq(5).all()
-
-
-@pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("sender_is_stock", [True, False])
-def test_sharded_tensors(pool2: RankPool, sender_is_stock: bool) -> None:
-    pool2.run(sharded, sender_is_stock)
-
-
-def overlapping(rank: int, group: ProcessGroup) -> None:
-    """torch takes such a record from a peer, and refuses to make a tensor of it."""
-    ours = _sharded(rank, (0, 1), 5.0)
-    if rank == 0:
-        meta, tensors = _prepare_state_dict({"a": torch.ones(2), "w": ours}, CPU)
-        record: Any = meta.non_tensor_leaves[1]
-        record.sharded_tensor_metadata.shards_metadata[1].shard_offsets[0] = 0
-        body = torch.frombuffer(bytearray(pickle.dumps(meta)), dtype=torch.uint8)
-        length = torch.tensor([len(body)])
-        for tag, data in enumerate([length, body, *tensors], LENGTH_TAG):
-            wait(group.send([data], 1, tag), "message")
-        stock(group).send_checkpoint([1], {"a": torch.full((2,), 7.0)})
-        return
-    into = {"a": torch.zeros(2)}
-    with pytest.raises(RemoteProtocolError, match="overlap"):
+    with pytest.raises(MismatchError, match="ShardedTensor"):
         recv(group, into)
-    assert into["a"].eq(0).all()
-    assert recv(group, into)["a"].eq(7).all()
+    assert into["a"].eq(0).all() and ours.local_shards()[0].tensor.eq(6).all()
+    assert_same(recv(group), SENT)
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_shards_that_overlap_are_refused(pool2: RankPool) -> None:
-    pool2.run(overlapping)
+def test_sharded_tensors_are_refused_by_path_and_the_next_transfer_is_right(
+    pool2: RankPool,
+) -> None:
+    pool2.run(sharded)

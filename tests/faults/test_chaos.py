@@ -18,7 +18,7 @@ from tests.keeper.jobs import end_keepers, is_running
 from tests.support.netns import Switch, Unavailable, enter_host
 from torchrelay.demo.job import Settings
 from torchrelay.demo.launcher import Heard
-from torchrelay.demo.story import Story, Teller, TrainingRun
+from torchrelay.demo.story import Story, TrainingRun
 from torchrelay.demo.worker import KeptByWorker, Plan, Site
 
 HOSTS = ("a", "a", "b", "b")
@@ -28,10 +28,12 @@ PACE = 0.1  # seconds of a step at least: a run is not over before all has happe
 
 
 class Chaos(Story):
-    """Kills something, waits until training goes on, and kills something else."""
+    """Kills something, waits until training continues, and kills something else."""
 
     def __init__(self, plan: Plan, kinds: list[str], seed: int) -> None:
-        super().__init__(plan, HOSTS, (), Said(seed))
+        super().__init__(plan, HOSTS, on_event=self.say)
+        self._begun = time.monotonic()
+        self.say(f"seed {seed}")
         self.patience = 100  # starts may fail: a cable may be out, or another kill come
         self._random = random.Random(seed)
         self._kinds = list(kinds)
@@ -45,9 +47,12 @@ class Chaos(Story):
         self._kept: dict[int, KeptByWorker] = {}  # by rank, in keepers that live
         self.keepers: set[int] = set()  # that there ever were
         self._gone: set[int] = set()  # those that were killed
-        self._copied = 0  # the last step of which every keeper had all: its own and the copies
+        self._copied = 0  # the last step that every keeper had whole: its own and the copies
         self._copiers: set[int] = set()  # those keepers
         self._floor = 0  # what was safe at the last start
+
+    def say(self, text: str) -> None:
+        print(f"{time.monotonic() - self._begun:7.2f} s  {text}", flush=True)
 
     def tick(self) -> None:
         self._mend()
@@ -66,7 +71,7 @@ class Chaos(Story):
     def _strike(self, kind: str) -> None:
         rank = self._random.randrange(len(self.launcher.hosts))
         host = self.launcher.hosts[rank]
-        self._teller.event(f"{kind}: worker {rank}, host {host}, after step {self._last}")
+        self.say(f"{kind}: worker {rank}, host {host}, after step {self._last}")
         self.done[kind] += 1
         if kind == "worker":
             self.launcher.kill(rank)
@@ -82,7 +87,7 @@ class Chaos(Story):
             self.launcher.lose_host(host)
 
     def note(self, rank: int, kept: KeptByWorker) -> None:
-        """What a keeper had that is dead by now does not count, whenever it is heard of."""
+        """Steps of a keeper that is dead by now do not count, whenever they are reported."""
         self.keepers.add(kept.keeper)
         if kept.keeper in self._gone:
             return
@@ -102,7 +107,7 @@ class Chaos(Story):
         return max(own, self._copied if self._copiers - self._gone else 0)
 
     def _lose_memory(self, host: str) -> None:
-        """What was in a host's memory is gone: what is newer than the copies was there alone."""
+        """A host's memory is gone, and with it the steps that are newer than the copies."""
         self._gone.add(self.launcher.keepers.get(host, 0))
         for rank, name in enumerate(HOSTS):
             if name == host:
@@ -125,21 +130,13 @@ class Chaos(Story):
         super()._start_again()
 
     def _is_end(self, heard: Heard) -> bool:
+        if heard.word == "kept":
+            self.note(heard.rank, heard.value[1])
+        if heard.word == "failed":
+            self.say(f"worker {heard.rank}: {heard.value.strip().splitlines()[-1][:300]}")
         if heard.word == "recovered" and heard.value.step < self._floor:
             self.lost.append(f"step {heard.value.step} after {self._floor}: {heard.value.told}")
         return super()._is_end(heard)
-
-
-class Said(Teller):
-    def __init__(self, seed: int) -> None:
-        self._begun = time.monotonic()
-        self.event(f"seed {seed}")
-
-    def event(self, text: str) -> None:
-        print(f"{time.monotonic() - self._begun:7.2f} s  {text}", flush=True)
-
-    def failed(self, rank: int, traceback: str) -> None:
-        self.event(f"worker {rank}: {traceback.strip().splitlines()[-1][:300]}")
 
 
 def settings(steps: int) -> Settings:
@@ -151,7 +148,7 @@ def settings(steps: int) -> Settings:
 def calm(folder: Path, steps: int) -> TrainingRun:
     folder.mkdir()
     plan = Plan(settings(steps), str(folder), None, PATIENCE)
-    return Story(plan, HOSTS, ()).play(300)
+    return Story(plan, HOSTS).play(300)
 
 
 def disturbed(

@@ -1066,11 +1066,11 @@ def stock_long_numbers() -> bytes:
 
 def _read_pg(data: bytes) -> object:
     record = loads(data)
-    from torchrelay.dropin._torch_wire import _Leaf, _parts
+    from torchrelay.dropin._torch_wire import _parts, _target
 
-    parts = list(_parts(record.non_tensor_leaves))
+    parts = [part for leaf in record.non_tensor_leaves for part in _parts(leaf)]
     for path, leaf in zip(record.paths, record.non_tensor_leaves, strict=True):
-        _Leaf.of(path, leaf, None)
+        _target(path, leaf, None)
     return parts
 
 

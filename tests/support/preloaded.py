@@ -18,7 +18,7 @@ import tests.support.guarded_memory
 import tests.support.loop
 import tests.support.saver
 import tests.support.ways  # noqa: F401
-import torchrelay.demo.preloaded
+import torchrelay.demo.worker
 import torchrelay.dropin
 import torchrelay.stores.dcp  # noqa: F401
 

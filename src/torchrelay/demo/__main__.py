@@ -7,20 +7,16 @@ import sys
 
 from torchrelay.demo.job import SMALL, Settings
 
-NEEDS_RICH = "the demo needs rich: pip install 'torchrelay[cli]'"
-
 
 def run(*, small: bool = False) -> int:
     """Run the demo on this terminal; returns the exit code."""
     try:
         from rich.console import Console
-
-        from torchrelay.demo.show import play
-    except ImportError as fault:
-        if (fault.name or "").split(".")[0] != "rich":
-            raise
-        print(NEEDS_RICH, file=sys.stderr)
+    except ImportError:
+        print("the demo needs rich: pip install 'torchrelay[cli]'", file=sys.stderr)
         return 2
+    from torchrelay.demo.show import play
+
     try:
         return play(SMALL if small else Settings(), Console())
     except KeyboardInterrupt:

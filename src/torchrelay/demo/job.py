@@ -54,9 +54,9 @@ class _Model(nn.Module):
 class DemoJob:
     """A model in training. Dropout draws on the random state, so that has to travel as well."""
 
-    def __init__(self, settings: Settings, seed: int) -> None:
+    def __init__(self, settings: Settings, seed: int, rank: int = 0, world: int = 1) -> None:
         torch.manual_seed(seed)
-        self._settings = settings
+        self._settings, self._rank, self._world = settings, rank, world
         self.model = _Model(settings)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-3)
         self.position = 0
@@ -64,7 +64,7 @@ class DemoJob:
     def step(self) -> float:
         """Train on the next batch; returns the loss."""
         settings = self._settings
-        data = torch.Generator().manual_seed(self._seed_of(self.position))
+        data = torch.Generator().manual_seed(self.position * self._world + self._rank)
         # Each row counts up from a random number: something that can be learned.
         first = torch.randint(settings.vocabulary, (settings.batch, 1), generator=data)
         batch = (first + torch.arange(settings.tokens + 1)) % settings.vocabulary
@@ -75,9 +75,6 @@ class DemoJob:
         self.optimizer.step()
         self.position += 1
         return loss.item()
-
-    def _seed_of(self, position: int) -> int:
-        return position
 
 
 def leaves(state: object, path: str = "") -> Iterator[tuple[str, object]]:

@@ -11,7 +11,6 @@ import signal
 import time
 from contextlib import suppress
 from multiprocessing import connection, get_context
-from multiprocessing.connection import Connection
 from multiprocessing.context import ForkServerProcess
 from typing import Any, NamedTuple
 
@@ -24,7 +23,8 @@ _forks = get_context("forkserver")
 def import_ahead() -> None:
     """Have workers forked off a process that has imported what they need. For programs that fork
     off nothing else, before the first start."""
-    _forks.set_forkserver_preload(["torchrelay.demo.preloaded"])
+    # AdamW imports torch._dynamo, which takes seconds.
+    _forks.set_forkserver_preload(["torchrelay.demo.worker", "torch._dynamo"])
 
 
 class LaunchError(Exception):
@@ -48,13 +48,11 @@ class Launcher:
         self.hosts = hosts
         self.starts = 0
         self._processes: list[ForkServerProcess] = []
-        self._conns: list[Connection] = []
+        self._ranks: dict[Any, int] = {}  # by connection, of the workers that have not ended
         self.keepers: dict[str, int] = {}  # by host
-        self._ended: set[int] = set()
 
     def start(self) -> None:
         """Start a worker for each place."""
-        self._ended.clear()
         for rank, host in enumerate(self.hosts):
             ours, theirs = _forks.Pipe()
             post = Post(rank, len(self.hosts), host, self.starts)
@@ -62,19 +60,20 @@ class Launcher:
             process.start()
             theirs.close()
             self._processes.append(process)
-            self._conns.append(ours)
+            self._ranks[ours] = rank
         self.starts += 1
 
     def hear(self, seconds: float) -> list[Heard]:
         """Messages of workers; waits for the first one at most `seconds`."""
-        alive = {conn: rank for rank, conn in enumerate(self._conns) if rank not in self._ended}
         found = []
-        for ready in connection.wait(list(alive), timeout=max(0.0, seconds)):
-            rank = alive[ready]  # type: ignore[index]
+        ready: Any
+        for ready in connection.wait(list(self._ranks), timeout=max(0.0, seconds)):
+            rank = self._ranks[ready]
             try:
-                word, when, value = self._conns[rank].recv()
+                word, when, value = ready.recv()
             except (EOFError, OSError):
-                self._ended.add(rank)
+                del self._ranks[ready]
+                ready.close()
                 found.append(Heard(rank, "ended", time.monotonic(), None))
                 continue
             if word == "keeper":
@@ -109,16 +108,14 @@ class Launcher:
             self.kill(rank)
             process.join(10)
         found: list[Heard] = []
-        while len(self._ended) < len(self._conns):
+        while self._ranks:
             found += self.hear(1.0)
-        for conn in self._conns:
-            conn.close()
-        self._processes, self._conns = [], []
+        self._processes = []
         return found
 
     def dismiss(self) -> None:
         """All are done: they may leave."""
-        for conn in self._conns:
+        for conn in self._ranks:
             with suppress(OSError):
                 conn.send("leave")
         for process in self._processes:

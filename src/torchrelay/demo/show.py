@@ -16,26 +16,10 @@ from rich.table import Table
 
 from torchrelay.demo.job import Settings
 from torchrelay.demo.launcher import LaunchError, import_ahead
-from torchrelay.demo.story import PHASES, Comeback, Kill, Story, Teller, TrainingRun
+from torchrelay.demo.story import PHASES, Comeback, Kill, Story, TrainingRun
 from torchrelay.demo.worker import Plan
 
 HOSTS = ("a", "a", "b", "b")
-
-
-class _Bar(Teller):
-    """A run's progress bar, and a line for each thing that happens."""
-
-    def __init__(self, bars: Progress, name: str, steps: int) -> None:
-        self._bars, self._task = bars, bars.add_task(name, total=steps)
-        self._begun = time.monotonic()
-
-    def step(self, step: int) -> None:
-        self._bars.update(self._task, completed=step)
-
-    def event(self, text: str) -> None:
-        self._bars.console.print(
-            f"{time.monotonic() - self._begun:7.2f} s  {text}", highlight=False
-        )
 
 
 def play(settings: Settings, console: Console) -> int:
@@ -70,22 +54,27 @@ def _runs(settings: Settings, console: Console, scratch: Path) -> list[TrainingR
         TextColumn("steps"),
         TimeElapsedColumn(),
     )
-    found = []
     with Progress(*columns, console=console) as bars:
-        for name, job, happens in (
-            ("undisturbed", None, []),
-            ("killed", f"demo-{os.getpid()}", kills),
-        ):
-            folder = scratch / name
-            folder.mkdir()
-            teller = _Bar(bars, name, settings.steps)
-            story = Story(Plan(settings, str(folder), job), HOSTS, happens, teller)
-            try:
-                found.append(story.play(settings.seconds))
-            finally:
-                for host in list(story.launcher.keepers):
-                    story.launcher.kill_keeper(host)
-    return found
+        calm = _run(Plan(settings, str(scratch / "undisturbed"), None), [], bars)
+        job = f"demo-{os.getpid()}"
+        return [calm, _run(Plan(settings, str(scratch / "killed"), job), kills, bars)]
+
+
+def _run(plan: Plan, kills: list[Kill], bars: Progress) -> TrainingRun:
+    """A run with its progress bar, and a line for each thing that happens."""
+    folder = Path(plan.folder)
+    folder.mkdir()
+    task, begun = bars.add_task(folder.name, total=plan.settings.steps), time.monotonic()
+
+    def on_event(text: str) -> None:
+        bars.console.print(f"{time.monotonic() - begun:7.2f} s  {text}", highlight=False)
+
+    story = Story(plan, HOSTS, kills, lambda step: bars.update(task, completed=step), on_event)
+    try:
+        return story.play(plan.settings.seconds)
+    finally:
+        for host in list(story.launcher.keepers):
+            story.launcher.kill_keeper(host)
 
 
 def _show_comebacks(comebacks: list[Comeback], console: Console) -> None:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import signal
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Literal, NamedTuple
 
 from torchrelay.demo.launcher import Heard, Launcher, LaunchError
-from torchrelay.demo.worker import Brought, KeptByWorker, Plan
+from torchrelay.demo.worker import Brought, Plan
 
 PAUSE = 0.05  # seconds between two looks at what happens by time
 FAILURES = 4  # starts that may fail, one after the other, before it is given up
@@ -65,22 +65,20 @@ class TrainingRun(NamedTuple):
     differing: list[int]  # steps that were done twice, with another loss
 
 
-class Teller:
-    """An observer of a run. This base class ignores all events."""
-
-    def step(self, step: int) -> None: ...
-    def event(self, text: str) -> None: ...
-    def failed(self, rank: int, traceback: str) -> None: ...
-
-
 class Story:
-    """One run, from its first start to its end."""
+    """One run, from its first start to its end. `on_step` is called with each newest step,
+    `on_event` with a sentence about each thing that happens."""
 
     def __init__(
-        self, plan: Plan, hosts: Sequence[str], kills: Sequence[Kill], teller: Teller | None = None
+        self,
+        plan: Plan,
+        hosts: Sequence[str],
+        kills: Sequence[Kill] = (),
+        on_step: Callable[[int], object] = lambda _: None,
+        on_event: Callable[[str], object] = lambda _: None,
     ) -> None:
         self._kills = list(kills)
-        self._teller = teller or Teller()
+        self._on_step, self._on_event = on_step, on_event
         self.launcher = Launcher(plan, list(hosts))
         self.run = TrainingRun({}, {}, [], [])
         self._trouble: Comeback | None = None
@@ -108,10 +106,9 @@ class Story:
         return self.run
 
     def tick(self) -> None:
-        """Called all the time: for those who make things happen at other times than at steps."""
-
-    def note(self, rank: int, kept: KeptByWorker) -> None:
-        """Called with what each rank has kept: for those who count on it."""
+        """Called all the time: what is to happen by now happens."""
+        if self._kills and self._kills[0].step <= self._last and self._trouble is None:
+            self._disturb(self._kills.pop(0))
 
     def _is_end(self, heard: Heard) -> bool:
         """Take in what was heard; whether a worker has died."""
@@ -128,7 +125,6 @@ class Story:
             self.run.weights[heard.rank] = heard.value
         elif heard.word == "failed":
             self._failures.append(heard.value)
-            self._teller.failed(heard.rank, heard.value)
         return heard.word in ("ended", "failed") and heard.rank not in self.run.weights
 
     def _loss(self, heard: Heard) -> None:
@@ -139,29 +135,23 @@ class Story:
 
     def _step(self, heard: Heard) -> None:
         """A rank has done a step, and kept it."""
-        step, kept = heard.value
-        self.note(heard.rank, kept)
-        trouble = self._trouble
+        step, trouble = heard.value[0], self._trouble
         if trouble is not None and step > trouble.step and trouble.brought:
             trouble.end(heard.time)
             self.run.comebacks.append(trouble)
             self._trouble = None
         self._tries = 0 if step > self._last else self._tries
         self._last = max(self._last, step)
-        self._teller.step(step)
-        if self._kills and self._kills[0].step == step and self._trouble is None:
-            self._disturb(self._kills.pop(0))
+        self._on_step(step)
 
     def _disturb(self, kill: Kill) -> None:
         host = self.launcher.hosts[kill.rank]
         self._trouble = Comeback(kill, self._last)
         if kill.what == "worker":
-            self._teller.event(
-                f"worker {kill.rank} on host {host} is killed after step {kill.step}"
-            )
+            self._on_event(f"worker {kill.rank} on host {host} is killed after step {kill.step}")
             self.launcher.kill(kill.rank, signal.SIGKILL)
         else:
-            self._teller.event(f"host {host} is lost after step {kill.step}, keeper and all")
+            self._on_event(f"host {host} is lost after step {kill.step}, keeper and all")
             self.launcher.lose_host(host)
             spare = f"{host}-again"
             self.launcher.hosts = [spare if one == host else one for one in self.launcher.hosts]
@@ -176,5 +166,5 @@ class Story:
         for heard in self.launcher.stop():
             if heard.word == "loss":
                 self._loss(heard)
-        self._teller.event("all workers are ended and started again")
+        self._on_event("all workers are ended and started again")
         self.launcher.start()

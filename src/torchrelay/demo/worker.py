@@ -25,14 +25,10 @@ class ShardedJob(DemoJob):
     """The training job, sharded by FSDP2: each rank has its own batches and random numbers."""
 
     def __init__(self, settings: Settings, rank: int, world: int) -> None:
-        super().__init__(settings, seed=0)
-        self._rank, self._world = rank, world
+        super().__init__(settings, 0, rank, world)
         fully_shard(self.model)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-3)
         torch.manual_seed(1 + rank)
-
-    def _seed_of(self, position: int) -> int:
-        return position * self._world + self._rank
 
     def live_state(self) -> dict[str, Any]:
         """The state as it is handed to torchrelay: the objects themselves."""

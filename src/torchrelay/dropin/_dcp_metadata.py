@@ -9,21 +9,9 @@ import itertools
 import math
 from typing import Any, NamedTuple
 
-from torchrelay.dropin._pickles.unpickler import (
-    DTYPES,
-    MAX_DEPTH,
-    MAX_NUMBER,
-    PickledCall,
-    PickledDict,
-    PickleRefusedError,
-    count,
-    fields,
-    properties,
-    refuse,
-    size,
-    typed,
-    unpickled,
-)
+import torch
+
+from torchrelay.dropin._pickles import unpickler as p
 from torchrelay.errors import ManifestError, RelayError, UnsupportedLeafError
 from torchrelay.geometry.boxes import Comparisons
 from torchrelay.plan.stored import Shard, StoredTensor
@@ -43,11 +31,8 @@ _NAMES = frozenset(
         _OLD + "MEM_FORMAT_ENCODING",
         *_PROPERTIES,
         _STORAGE_INFO,
-        "torch.serialization._get_layout",
-        "torch.Size",
         # The checkpoint's own path, which is left unread.
         *(f"{m}.{n}" for m in ("pathlib", "pathlib._local") for n in ("PosixPath", "WindowsPath")),
-        *DTYPES,
     ]
 )
 
@@ -77,8 +62,8 @@ def decode(data: bytes) -> StockMetadata:
     torch's stream transforms, which only code from outside could undo.
     """
     try:
-        return _metadata(unpickled(data, _NAMES), len(data))
-    except PickleRefusedError as fault:
+        return _metadata(p.unpickled(data, _NAMES), len(data))
+    except p.PickleRefusedError as fault:
         raise ManifestError(f"a stock DCP .metadata was refused: {fault}") from fault
     except RelayError:
         raise
@@ -87,23 +72,23 @@ def decode(data: bytes) -> StockMetadata:
 
 
 def _metadata(value: object, length: int) -> StockMetadata:
-    f = fields(value, _DCP + "Metadata")
-    stored = _stored(typed(f.get("storage_data"), PickledDict))
+    f = p.fields(value, _DCP + "Metadata")
+    stored = _stored(p.typed(f.get("storage_data"), p.PickledDict))
     items: dict[str, StoredTensor | StockPiece] = {}
     pieces: list[StockPiece] = []
     # A list that a short pickle shares among its records could make for endless work; a chunk of
     # its own takes more bytes than this.
     room = length // 16
     comparisons = Comparisons()
-    for fqn, record in typed(f["state_dict_metadata"], PickledDict).items():
-        name = typed(fqn, str)
-        if type(record) is PickledCall and record.name == _DCP + "BytesStorageMetadata":
+    for fqn, record in p.typed(f["state_dict_metadata"], p.PickledDict).items():
+        name = p.typed(fqn, str)
+        if type(record) is p.PickledCall and record.name == _DCP + "BytesStorageMetadata":
             items[name] = _found(stored, name, None)
         else:
-            g = fields(record, _DCP + "TensorStorageMetadata")
-            room -= len(typed(g["chunks"], list))
+            g = p.fields(record, _DCP + "TensorStorageMetadata")
+            room -= len(p.typed(g["chunks"], list))
             if room < 0:
-                refuse("it has more chunks than its bytes can tell")
+                p.refuse("it has more chunks than its bytes can tell")
             items[name] = _tensor(name, g, stored, pieces, comparisons)
     return StockMetadata(items, pieces, _paths(f.get("planner_data"), length))
 
@@ -115,27 +100,27 @@ _Stored = dict[tuple[str, str], StockPiece]
 def _stored(data: dict[Any, Any]) -> _Stored:
     found: _Stored = {}
     for key, value in data.items():
-        f = fields(key, _DCP + "MetadataIndex")
-        fqn, offset = typed(f["fqn"], str), f.get("offset")
-        index = (fqn, str(None if offset is None else tuple(size(offset))))
+        f = p.fields(key, _DCP + "MetadataIndex")
+        fqn, offset = p.typed(f["fqn"], str), f.get("offset")
+        index = (fqn, str(None if offset is None else tuple(p.typed(offset, torch.Size))))
         if index in found:
-            refuse(f"{fqn!r:.200} is stored twice")
-        g = fields(value, _STORAGE_INFO)
+            p.refuse(f"{fqn!r:.200} is stored twice")
+        g = p.fields(value, _STORAGE_INFO)
         if g.get("transform_descriptors"):
             raise UnsupportedLeafError(
                 "a stock DCP item was written through stream transforms "
                 f"({g['transform_descriptors']!r:.100}), which are not undone here",
                 path=fqn,
             )
-        file = typed(g["relative_path"], str)
+        file = p.typed(g["relative_path"], str)
         if file in ("", ".", "..") or any(c in "/\\\0" for c in file) or not file.isprintable():
-            refuse(f"{file!r:.200} is not the name of a file in the checkpoint's directory")
-        found[index] = StockPiece(file, count(g["offset"]), count(g["length"]))
+            p.refuse(f"{file!r:.200} is not the name of a file in the checkpoint's directory")
+        found[index] = StockPiece(file, p.count(g["offset"]), p.count(g["length"]))
     # Ranges that overlap would let a small file stand for a state of any size.
-    ordered = sorted(found.values(), key=lambda p: (p.file, p.offset, p.length))
+    ordered = sorted(found.values(), key=lambda piece: (piece.file, piece.offset, piece.length))
     for one, other in itertools.pairwise(ordered):
         if one.file == other.file and one.offset + one.length > other.offset:
-            refuse(f"two items of {one.file!r} overlap at byte {other.offset}")
+            p.refuse(f"two items of {one.file!r} overlap at byte {other.offset}")
     return found
 
 
@@ -143,7 +128,7 @@ def _found(stored: _Stored, fqn: str, offset: tuple[int, ...] | None) -> StockPi
     piece = stored.get((fqn, str(offset)))
     if piece is None:
         where = "" if offset is None else f" at {offset!r:.200}"
-        refuse(f"nothing is stored for {fqn!r:.200}{where}")
+        p.refuse(f"nothing is stored for {fqn!r:.200}{where}")
     return piece
 
 
@@ -155,32 +140,32 @@ def _tensor(
     comparisons: Comparisons,
 ) -> StoredTensor:
     # The memory format and the rest are torch's deprecated fields, which its reader ignores too.
-    kind, layout = properties(f["properties"], *_PROPERTIES)
+    kind, layout, *_ = p.typed(p.named(f["properties"], *_PROPERTIES).state, tuple)
     if layout != "torch.strided":
         raise UnsupportedLeafError("a stock DCP tensor is not strided", path=fqn)
-    shape = tuple(size(f["size"]))
-    if math.prod(shape) * kind.itemsize >= MAX_NUMBER:
-        refuse(f"{fqn!r:.200} has a malformed shape")
+    shape = tuple(p.typed(f["size"], torch.Size))
+    if math.prod(shape) * p.typed(kind, torch.dtype).itemsize >= p.MAX_NUMBER:
+        p.refuse(f"{fqn!r:.200} has a malformed shape")
     shards = []
     for box in f["chunks"]:
-        g = fields(box, _DCP + "ChunkStorageMetadata")
-        offsets, sizes = tuple(size(g["offsets"])), tuple(size(g["sizes"]))
+        g = p.fields(box, _DCP + "ChunkStorageMetadata")
+        offsets, sizes = (tuple(p.typed(g[n], torch.Size)) for n in ("offsets", "sizes"))
         if len(offsets) != len(shape) or len(sizes) != len(shape):
-            refuse(f"a chunk of {fqn!r:.200} has another number of dimensions")
+            p.refuse(f"a chunk of {fqn!r:.200} has another number of dimensions")
         if any(o + n > whole for o, n, whole in zip(offsets, sizes, shape, strict=True)):
-            refuse(f"a chunk of {fqn!r:.200} reaches past it")
+            p.refuse(f"a chunk of {fqn!r:.200} reaches past it")
         piece = _found(stored, fqn, offsets)
         if math.prod(sizes) * kind.itemsize > piece.length:
-            refuse(f"a chunk of {fqn!r:.200} is larger than the {piece.length} bytes it is in")
+            p.refuse(f"a chunk of {fqn!r:.200} is larger than the {piece.length} bytes it is in")
         shards.append(Shard(offsets, sizes, len(pieces), 0))
         pieces.append(piece)
     # Boxes inside a tensor tile it when none overlap and their volumes add up to its own.
     boxes = [(one.offsets, one.sizes) for one in shards if 0 not in one.sizes]
     if comparisons.overlap(boxes):
-        refuse(f"two chunks of {fqn!r:.200} overlap")
+        p.refuse(f"two chunks of {fqn!r:.200} overlap")
     held, whole = sum(math.prod(sizes) for _, sizes in boxes), math.prod(shape)
     if held != whole:
-        refuse(f"the chunks of {fqn!r:.200} hold {held} of its {whole} values")
+        p.refuse(f"the chunks of {fqn!r:.200} hold {held} of its {whole} values")
     return StoredTensor(fqn, NAMES[kind], shape, shards)
 
 
@@ -188,10 +173,10 @@ def _paths(value: object, room: int) -> dict[str, tuple[str | int, ...]]:
     if value is None:
         return {}
     found: dict[str, tuple[str | int, ...]] = {}
-    for fqn, path in typed(value, PickledDict).items():
-        steps = typed(path, tuple)
+    for fqn, path in p.typed(value, p.PickledDict).items():
+        steps = p.typed(path, tuple)
         room -= len(steps)
-        if room < 0 or not 0 < len(steps) <= MAX_DEPTH or type(steps[0]) is not str:
-            refuse("a path into the state is malformed")
-        found[typed(fqn, str)] = tuple(s if type(s) is str else count(s) for s in steps)
+        if room < 0 or not 0 < len(steps) <= p.MAX_DEPTH or type(steps[0]) is not str:
+            p.refuse("a path into the state is malformed")
+        found[p.typed(fqn, str)] = tuple(s if type(s) is str else p.count(s) for s in steps)
     return found

@@ -11,7 +11,7 @@ from typing import cast
 import torch
 from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from torch.distributed.tensor import DTensor
-from torch.utils._pytree import KeyPath, keystr, tree_flatten_with_path
+from torch.utils._pytree import keystr, tree_flatten_with_path
 
 from torchrelay.errors import UnsupportedLeafError
 
@@ -66,33 +66,18 @@ def _prepare_state_dict(
     `device` is there for torch's signature: moving to it is left to the sender, tensor by tensor.
     """
     leaves, treespec = tree_flatten_with_path(state_dict)
-    paths: list[KeyPath] = []
     records: list[object] = []
     tensors: list[torch.Tensor] = []
 
-    def prepare(tensor: torch.Tensor, path: KeyPath) -> _TensorMeta:
-        storage, record = _prepare(tensor, keystr(path))
-        tensors.append(storage)
-        return record
-
     for path, leaf in leaves:
-        paths.append(path)
-        if isinstance(leaf, DTensor):
-            records.append(_DTensorMeta(prepare(leaf._local_tensor, path), leaf._spec))
-        elif isinstance(leaf, ShardedTensor):
-            shards = leaf.local_shards()
-            records.append(
-                _ShardedTensorMeta(
-                    local_shards_meta=[prepare(shard.tensor, path) for shard in shards],
-                    local_shards_shard_metadata=[shard.metadata for shard in shards],
-                    sharded_tensor_metadata=leaf.metadata(),
-                )
-            )
-        elif isinstance(leaf, torch.Tensor):
-            records.append(prepare(leaf, path))
-        else:
+        if not isinstance(leaf, torch.Tensor):
             records.append(leaf)
-    return _StateDictMeta(treespec, paths, records), tensors
+            continue
+        local = leaf._local_tensor if isinstance(leaf, DTensor) else leaf
+        storage, record = _prepare(local, keystr(path))
+        tensors.append(storage)
+        records.append(_DTensorMeta(record, leaf._spec) if isinstance(leaf, DTensor) else record)
+    return _StateDictMeta(treespec, [path for path, _ in leaves], records), tensors
 
 
 def _prepare(tensor: torch.Tensor, path: str | None) -> tuple[torch.Tensor, _TensorMeta]:
@@ -117,8 +102,13 @@ def _is_plain(tensor: torch.Tensor) -> bool:
     return type(tensor) in (torch.Tensor, torch.nn.Parameter)
 
 
+SHARDED = 'a ShardedTensor: use PGTransport(protocol="relay") on both sides, or a DTensor'
+
+
 def _why_not(tensor: torch.Tensor) -> str | None:
     """Why a storage, a dtype, a shape and strides do not describe the tensor; None if they do."""
+    if isinstance(tensor, ShardedTensor):
+        return SHARDED
     if not _is_plain(tensor):
         return f"a tensor subclass ({type(tensor).__name__})"
     if tensor.is_nested:

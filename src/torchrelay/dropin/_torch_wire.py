@@ -7,23 +7,18 @@ is asked for, and tensors are written into the caller's after the last one has a
 
 from __future__ import annotations
 
-import dataclasses
 import pickle
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch.distributed import ProcessGroup, Work
-from torch.distributed._shard.metadata import ShardMetadata
-from torch.distributed._shard.sharded_tensor.api import ShardedTensor
-from torch.distributed._shard.sharded_tensor.shard import Shard
-from torch.distributed.remote_device import _remote_device
 from torch.distributed.tensor import DTensor, Replicate
 from torch.utils._pytree import KeyPath, keystr, tree_unflatten
 
 from torchrelay.dropin._pickles.state_record import loads
 from torchrelay.dropin._torch_records import (
+    SHARDED,
     _DTensorMeta,
     _prepare_state_dict,
     _ShardedTensorMeta,
@@ -31,12 +26,7 @@ from torchrelay.dropin._torch_records import (
     _TensorMeta,
     _why_not,
 )
-from torchrelay.errors import (
-    MismatchError,
-    RelayError,
-    RemoteProtocolError,
-    UnsupportedLeafError,
-)
+from torchrelay.errors import MismatchError, RelayError, RemoteProtocolError, UnsupportedLeafError
 from torchrelay.geometry.strides import extent
 
 LENGTH_TAG = 1
@@ -97,34 +87,29 @@ def recv_torch(
     body = torch.zeros(length, dtype=torch.uint8, device=device)
     wait(pg.recv([body], src_rank, RECORD_TAG), f"receiving torch record from {src_rank}")
     record = loads(body.cpu().numpy().tobytes())
-    parts = list(_parts(record.non_tensor_leaves))
+    leaves = record.non_tensor_leaves
+    parts = [part for leaf in leaves for part in _parts(leaf)]
+    storages = _storages(pg, src_rank, parts, device, wait)
     try:
-        leaves = [
-            _Leaf.of(path, leaf, (into or {}).get(path))
-            for path, leaf in zip(record.paths, record.non_tensor_leaves, strict=True)
+        targets = [
+            _target(path, leaf, (into or {}).get(path))
+            for path, leaf in zip(record.paths, leaves, strict=True)
         ]
     except RelayError as refusal:
-        for _ in _storages(pg, src_rank, parts, device, wait):
+        for _ in storages:
             pass
         refusal.rank = src_rank
         raise
-    targets = [target for leaf in leaves for target in leaf.targets]
-    arrived: list[torch.Tensor] = []
-    storages = _storages(pg, src_rank, parts, device, wait)
-    for part, target, storage in zip(parts, targets, storages, strict=True):
-        # Not `storage.view(dtype)`: the bytes need not be a whole number of items.
-        view = torch.empty(0, dtype=part.dtype, device=storage.device).set_(
-            storage.untyped_storage(), part.storage_offset, part.shape, part.stride
-        )
-        # New tensors leave the device at once, so that the device holds each once at most.
-        arrived.append(_owned(view) if target is None else view)
-    rest = iter(arrived)
-    values = [leaf.value(rest) for leaf in leaves]
+    arrived = [
+        [_tensor(part, next(storages), new=target is None) for part in _parts(leaf)]
+        for leaf, target in zip(leaves, targets, strict=True)
+    ]
     # Making a value can fail, if its record fits no tensor: writing comes after all of them.
+    values = list(map(_value, leaves, targets, arrived))
     with torch.no_grad():
-        for target, view in zip(targets, arrived, strict=True):
+        for target, tensors in zip(targets, arrived, strict=True):
             if target is not None:
-                _copy(target, view)
+                _copy(target, *tensors)
     return tree_unflatten(values, record.treespec)
 
 
@@ -144,15 +129,13 @@ def _pickled(record: _StateDictMeta) -> bytes:
         raise UnsupportedLeafError(f"the tree of the state cannot be pickled: {fault}") from fault
 
 
-def _parts(leaves: Sequence[object]) -> Iterator[_TensorMeta]:
-    """The tensors of a record's leaves in the order of their messages."""
-    for leaf in leaves:
-        if isinstance(leaf, _TensorMeta):
-            yield leaf
-        elif isinstance(leaf, _DTensorMeta):
-            yield leaf.local
-        elif isinstance(leaf, _ShardedTensorMeta):
-            yield from leaf.local_shards_meta
+def _parts(leaf: object) -> list[_TensorMeta]:
+    """The tensors of a record's leaf in the order of their messages."""
+    if isinstance(leaf, _ShardedTensorMeta):
+        return leaf.local_shards_meta
+    if isinstance(leaf, _DTensorMeta):
+        return [leaf.local]
+    return [leaf] if isinstance(leaf, _TensorMeta) else []
 
 
 def _storages(
@@ -170,49 +153,47 @@ def _storages(
         yield buffer
 
 
-class _Leaf(NamedTuple):
-    """One leaf of the sent state, and the caller's that takes it."""
+def _target(path: KeyPath, sent: object, into: object) -> torch.Tensor | None:
+    """The caller's tensor that takes a leaf of the sent state, if there is one. Raises for a leaf
+    that cannot be taken, and `MismatchError` if the two do not fit."""
+    if isinstance(sent, _ShardedTensorMeta):
+        raise UnsupportedLeafError(f"the sender's tensor is {SHARDED}", path=keystr(path))
+    if any(part.dtype in _QUANTIZED for part in _parts(sent)):
+        raise UnsupportedLeafError(
+            "the sender's quantized tensor came without its scale", path=keystr(path)
+        )
+    if not isinstance(into, torch.Tensor):
+        return None
+    if isinstance(sent, _DTensorMeta) and isinstance(into, DTensor):
+        why = _other_placement(sent, into) or _misfit(sent.local, into._local_tensor)
+    elif isinstance(sent, _TensorMeta) and not isinstance(into, DTensor):
+        why = _misfit(sent, into)
+    else:
+        kind = type(sent).__name__.strip("_").removesuffix("Meta")
+        why = f"it is a {type(into).__name__}, and a {kind} was sent"
+    if why is not None:
+        raise MismatchError(f"the destination does not fit: {why}", path=keystr(path))
+    return into
 
-    sent: object
-    into: torch.Tensor | None  # the caller's leaf
-    targets: Sequence[torch.Tensor | None]  # for each message, the plain tensor that is written
 
-    @classmethod
-    def of(cls, path: KeyPath, sent: object, into: object) -> _Leaf:
-        """Match the two; `MismatchError` says why they do not fit."""
-        parts = list(_parts([sent]))
-        if any(part.dtype in _QUANTIZED for part in parts):
-            raise UnsupportedLeafError(
-                "the sender's quantized tensor came without its scale", path=keystr(path)
-            )
-        if not isinstance(into, torch.Tensor):
-            return cls(sent, None, [None] * len(parts))
-        targets: Sequence[torch.Tensor] = [into]
-        why = None
-        if isinstance(sent, _DTensorMeta) and isinstance(into, DTensor):
-            targets, why = [into._local_tensor], _other_placement(sent, into)
-        elif isinstance(sent, _ShardedTensorMeta) and isinstance(into, ShardedTensor):
-            targets, why = _matching_shards(sent, into)
-        elif not isinstance(sent, _TensorMeta) or isinstance(into, DTensor | ShardedTensor):
-            kind = type(sent).__name__.strip("_").removesuffix("Meta")
-            why = f"it is a {type(into).__name__}, and a {kind} was sent"
-        if why is None:
-            why = next(filter(None, map(_misfit, parts, targets)), None)
-        if why is not None:
-            raise MismatchError(f"the destination does not fit: {why}", path=keystr(path))
-        return cls(sent, into, targets)
+def _tensor(part: _TensorMeta, storage: torch.Tensor, *, new: bool) -> torch.Tensor:
+    """A tensor over the storage that came for it. A new one leaves the device at once, so that the
+    device holds each once at most."""
+    # Not `storage.view(dtype)`: the bytes need not be a whole number of items.
+    view = torch.empty(0, dtype=part.dtype, device=storage.device).set_(
+        storage.untyped_storage(), part.storage_offset, part.shape, part.stride
+    )
+    return _owned(view) if new else view
 
-    def value(self, arrived: Iterator[torch.Tensor]) -> object:
-        """The value of this leaf in the received state; takes its tensors off `arrived`."""
-        tensors = [next(arrived) for _ in self.targets]
-        if self.into is not None:
-            return self.into
-        if isinstance(self.sent, _DTensorMeta):
-            make: Any = DTensor
-            return make(tensors[0], self.sent.spec, requires_grad=False)
-        if isinstance(self.sent, _ShardedTensorMeta):
-            return _sharded(self.sent, tensors)
-        return tensors[0] if tensors else self.sent
+
+def _value(sent: object, target: torch.Tensor | None, tensors: list[torch.Tensor]) -> object:
+    """The value of a leaf in the received state."""
+    if target is not None:
+        return target
+    if isinstance(sent, _DTensorMeta):
+        make: Any = DTensor
+        return make(*tensors, sent.spec, requires_grad=False)
+    return tensors[0] if tensors else sent
 
 
 def _misfit(part: _TensorMeta, target: torch.Tensor) -> str | None:
@@ -249,41 +230,9 @@ def _other_placement(sent: _DTensorMeta, into: DTensor) -> str | None:
     return None
 
 
-def _matching_shards(
-    sent: _ShardedTensorMeta, into: ShardedTensor
-) -> tuple[list[torch.Tensor], str | None]:
-    """The caller's shard for each that was sent, or why there is none."""
-    if sent.sharded_tensor_metadata.size != into.metadata().size:
-        return [], "its whole size differs"
-    ours = {_box(shard.metadata): shard.tensor for shard in into.local_shards()}
-    boxes = [_box(shard) for shard in sent.local_shards_shard_metadata]
-    if sorted(boxes) != sorted(ours):
-        return [], f"its shards (offsets, sizes) are {sorted(ours)}, and {sorted(boxes)} were sent"
-    return [ours[box] for box in boxes], None
-
-
-def _box(shard: ShardMetadata) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    return tuple(shard.shard_offsets), tuple(shard.shard_sizes)
-
-
-def _sharded(sent: _ShardedTensorMeta, tensors: list[torch.Tensor]) -> ShardedTensor:
-    """The sender's shards as this rank's, as torch makes them."""
-    here = _remote_device(f"rank:{dist.get_rank()}/cpu")
-    shards = [
-        Shard(tensor.contiguous(), dataclasses.replace(metadata, placement=here))
-        for tensor, metadata in zip(tensors, sent.local_shards_shard_metadata, strict=True)
-    ]
-    make: Any = ShardedTensor._init_from_local_shards_and_global_metadata
-    try:
-        made: ShardedTensor = make(shards, sent.sharded_tensor_metadata)
-    except Exception as fault:  # torch refuses in many ways: shards that overlap, no shards at all
-        raise RemoteProtocolError(
-            f"a ShardedTensor cannot be made as sent: {fault!r:.200}"
-        ) from fault
-    return made
-
-
 def _copy(target: torch.Tensor, view: torch.Tensor) -> None:
+    if isinstance(target, DTensor):
+        target = target._local_tensor
     # torch has no copy for types below a byte, and no other view of a lazily negated one.
     if target.dtype.itemsize == 1 and not target.is_neg():
         target, view = target.view(torch.uint8), view.view(torch.uint8)

@@ -15,15 +15,13 @@ from typing import Any, Literal
 from torchrelay.checkpointer.front import Checkpointer
 from torchrelay.checkpointer.keep import Keep
 from torchrelay.errors import UsageError
-from torchrelay.integrations.extras import not_installed
+from torchrelay.integrations.extras import extra
 from torchrelay.integrations.random_state import RandomState, set_at_first_forward
 from torchrelay.integrations.resume import newest_step
 
-try:
+with extra("accelerate"):
     from accelerate import Accelerator
     from accelerate.utils import DistributedType
-except ImportError as fault:
-    raise not_installed(fault, "accelerate") from fault
 
 Directory = str | os.PathLike[str]
 

@@ -10,16 +10,11 @@ from __future__ import annotations
 from typing import Any
 
 from torchrelay.errors import MismatchError, UsageError
-from torchrelay.integrations.extras import not_installed
+from torchrelay.integrations.extras import extra
 
-try:
+with extra("data"):
     from torchdata.stateful_dataloader import StatefulDataLoader
     from torchdata.stateful_dataloader.sampler import StatefulDistributedSampler
-except ImportError as fault:
-    raise not_installed(fault, "data") from fault
-
-# Two loaders read the same samples in the same order if these agree.
-_ORDER = ("samples", "seed", "shuffle")
 
 
 class DataPosition:
@@ -102,6 +97,7 @@ class DataPosition:
         return epoch
 
     def _order(self) -> dict[str, Any]:
+        """Two loaders read the same samples in the same order if these agree."""
         sampler = self._sampler
-        values = (len(self._loader.dataset), sampler.seed, sampler.shuffle)
-        return dict(zip(_ORDER, values, strict=True))
+        samples = len(self._loader.dataset)
+        return {"samples": samples, "seed": sampler.seed, "shuffle": sampler.shuffle}

@@ -1,11 +1,18 @@
-"""The error of an integration whose framework is not installed."""
+"""Imports of a framework that may not be installed."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 
-def not_installed(fault: ImportError, extra: str) -> ImportError:
-    """Names the package that is missing, and the extra that installs it."""
-    missing = fault.name or extra
-    return ImportError(
-        f"{missing} is not installed: pip install 'torchrelay[{extra}]'", name=fault.name
-    )
+
+@contextmanager
+def extra(name: str) -> Iterator[None]:
+    """For imports of what the extra installs: where it is missing, the error says so."""
+    try:
+        yield
+    except ImportError as fault:
+        raise ImportError(
+            f"{fault.name or name} is not installed: pip install 'torchrelay[{name}]'",
+            name=fault.name,
+        ) from fault

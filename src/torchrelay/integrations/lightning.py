@@ -23,18 +23,16 @@ from torchrelay.checkpointer.front import Checkpointer
 from torchrelay.coordination.coordinator import Coordinator
 from torchrelay.deadlines import Deadline
 from torchrelay.errors import StepNotFoundError, UsageError
-from torchrelay.integrations.extras import not_installed
+from torchrelay.integrations.extras import extra
 from torchrelay.integrations.random_state import RandomState
 from torchrelay.landing.packed import pack, unpack
 from torchrelay.pending import Pending
 from torchrelay.stores.locate import split_step
 
-try:
+with extra("lightning"):
     from lightning.fabric.plugins import CheckpointIO
     from lightning.pytorch.callbacks import Callback
     from lightning.pytorch.strategies import ModelParallelStrategy
-except ImportError as fault:
-    raise not_installed(fault, "lightning") from fault
 
 Checkpoint = dict[str, Any]
 Where = str | os.PathLike[str]

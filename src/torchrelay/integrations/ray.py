@@ -14,16 +14,14 @@ from typing import Any, Literal
 
 from torchrelay.checkpointer.front import Checkpointer
 from torchrelay.errors import CheckpointError, DamagedError, StepNotFoundError, UsageError
-from torchrelay.integrations.extras import not_installed
+from torchrelay.integrations.extras import extra
 from torchrelay.integrations.resume import newest_step
 from torchrelay.pending import Pending
 from torchrelay.stores.locate import split_step
 
-try:
+with extra("ray"):
     import ray.train
     from ray.train import Checkpoint, CheckpointUploadMode
-except ImportError as fault:
-    raise not_installed(fault, "ray") from fault
 
 logger = logging.getLogger("torchrelay")
 

@@ -19,13 +19,13 @@ from torch.distributed.checkpoint.state_dict_loader import load as load_dcp
 from torchrelay.checkpointer.front import Checkpointer
 from torchrelay.coordination.coordinator import Coordinator
 from torchrelay.errors import MismatchError, UsageError
-from torchrelay.integrations.extras import not_installed
+from torchrelay.integrations.extras import extra
 from torchrelay.integrations.random_state import RandomState, set_at_first_forward
 from torchrelay.integrations.resume import newest_step
 from torchrelay.pending import Pending
 from torchrelay.stores.locate import split_step
 
-try:
+with extra("torchtitan"):
     from torchtitan.components.checkpointer import (
         DATALOADER,
         LR_SCHEDULER,
@@ -37,8 +37,6 @@ try:
     from torchtitan.config import TORCH_DTYPE_MAP
     from torchtitan.tools import filesystem
     from torchtitan.tools.logging import logger
-except ImportError as fault:
-    raise not_installed(fault, "torchtitan") from fault
 
 RANDOM = "random"
 

@@ -19,16 +19,14 @@ from typing import Any, Literal
 from torchrelay.checkpointer.front import Checkpointer
 from torchrelay.checkpointer.keep import Keep
 from torchrelay.errors import UsageError
-from torchrelay.integrations.extras import not_installed
+from torchrelay.integrations.extras import extra
 from torchrelay.integrations.random_state import RandomState
 from torchrelay.integrations.resume import step_to_resume
 
-try:
+with extra("transformers"):
     import torch
     from safetensors.torch import save_file
     from transformers import TrainerCallback
-except ImportError as fault:
-    raise not_installed(fault, "transformers") from fault
 
 Kept = dict[str, Any]
 

@@ -16,16 +16,14 @@ import torch
 
 from torchrelay.deadlines import Timeout, seconds_of
 from torchrelay.errors import MismatchError, UsageError
-from torchrelay.integrations.extras import not_installed
+from torchrelay.integrations.extras import extra
 from torchrelay.integrations.weights import WeightOffer, WeightOffers, read_offer
 
-try:
+with extra("verl"):
     from ray.util import get_node_ip_address
     from verl.checkpoint_engine.base import CheckpointEngine, CheckpointEngineRegistry
     from verl.utils.device import get_device_name
     from verl.workers.rollout.utils import ensure_async_iterator
-except ImportError as fault:
-    raise not_installed(fault, "verl") from fault
 
 BACKEND = "torchrelay"
 Weights = Iterable[tuple[str, torch.Tensor]] | AsyncIterator[tuple[str, torch.Tensor]]

@@ -20,19 +20,17 @@ from typing import Any
 import torch
 
 from torchrelay.errors import TornStateError, UsageError
-from torchrelay.integrations.extras import not_installed
+from torchrelay.integrations.extras import extra
 from torchrelay.integrations.weights import Version, WeightReader
 from torchrelay.sources.access import Access
 
-try:
+with extra("vllm"):
     from vllm.distributed.weight_transfer.base import (
         WeightTransferEngine,
         WeightTransferInitInfo,
         WeightTransferUpdateInfo,
     )
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
-except ImportError as fault:
-    raise not_installed(fault, "vllm") from fault
 
 BACKEND = "torchrelay"
 

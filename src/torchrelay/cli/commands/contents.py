@@ -22,7 +22,7 @@ from torchrelay.cli.output import (
 )
 from torchrelay.cli.sources import SOURCE, STEP, instead, is_url, opened_source, state_kind
 from torchrelay.errors import CheckpointError, DigestError, ManifestError, UsageError
-from torchrelay.progress import Progress
+from torchrelay.progress import Bar
 
 if TYPE_CHECKING:
     from torchrelay.inspection.seam import Contents, OpenedState
@@ -43,10 +43,9 @@ def inspect(
     """Show a state as a tree: shapes, dtypes, sizes, and which ranks hold which part."""
     with opened_source(source, step) as state:
         from torchrelay.cli.tree import tree_rows
-        from torchrelay.inspection.facts import narrowed, state_facts
+        from torchrelay.inspection.facts import state_facts
 
-        chosen = narrowed(state.contents, include)
-        check_matched(include, [chosen], [state.contents])
+        (chosen,) = matched(include, state)
         facts = state_facts(chosen)
         if stats:
             _add_statistics(state, chosen, facts)
@@ -57,27 +56,29 @@ def inspect(
         _print_totals(chosen, facts["bytes"])
 
 
-def check_matched(
-    patterns: Sequence[str], chosen: Sequence[Contents], states: Sequence[Contents]
-) -> None:
-    """Raises `UsageError` for patterns that match nothing in any state."""
+def matched(patterns: Sequence[str], *states: OpenedState) -> list[Contents]:
+    """The paths of each state that match; `UsageError` for patterns that match none in any."""
+    from torchrelay.inspection.facts import narrowed
+
+    chosen = [narrowed(state.contents, patterns) for state in states]
     if patterns and not any(one.tensors or one.values or one.aliases for one in chosen):
-        tops = {tensor.name.partition(".")[0] for state in states for tensor in state.tensors}
+        tensors = (tensor for state in states for tensor in state.contents.tensors)
+        tops = sorted({tensor.name.partition(".")[0] for tensor in tensors})
         raise UsageError(
-            f"--include {patterns[0]} matches no path; the state has {', '.join(sorted(tops))}"
+            f"--include {patterns[0]} matches no path; the state has {', '.join(tops)}"
         )
+    return chosen
 
 
 def _add_statistics(state: OpenedState, chosen: Contents, facts: dict[str, Any]) -> None:
     from torchrelay.inspection.statistics import statistics
 
-    done = 0
     with progress_bar("reading") as show:
+        bar = Bar(show, facts["bytes"])
         for tensor, about in zip(chosen.tensors, facts["tensors"], strict=True):
             numbers = statistics(state, tensor)
             about["stats"] = None if numbers is None else asdict(numbers)
-            done += about["bytes"]
-            show(Progress(done, facts["bytes"]))
+            bar.add(about["bytes"])
 
 
 def _print_totals(contents: Contents, nbytes: int) -> None:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import typer
 
 import torchrelay as tr
-from torchrelay.cli.commands.contents import INCLUDE, check_matched
+from torchrelay.cli.commands.contents import INCLUDE, matched
 from torchrelay.cli.commands.steps import PLACE, opened
 from torchrelay.cli.output import count, fail, plain, progress_bar, size
 from torchrelay.cli.sources import STEP, at_newest, instead, is_url, opened_source
@@ -91,22 +91,21 @@ def _opened(source: str, step: int | None, beside: Path) -> Iterator[OpenedState
 def write_file(state: OpenedState, include: list[str], target: Path, *, quiet: bool = False) -> int:
     """Write the tensors of a state as a safetensors file, and say what is not in it; returns its
     bytes."""
-    from torchrelay.inspection.facts import narrowed
     from torchrelay.inspection.safetensors_file import write_safetensors
 
-    chosen = narrowed(state.contents, include)
-    check_matched(include, [chosen], [state.contents])
+    (chosen,) = matched(include, state)
     with progress_bar("writing") as show:
         nbytes = write_safetensors(state, chosen.tensors, target, show)
-    if not quiet:
-        print(f"{target}: {count(len(chosen.tensors), 'tensor')}, {size(nbytes)}")
-    if chosen.aliases and not quiet:
+    if quiet:
+        return nbytes
+    print(f"{target}: {count(len(chosen.tensors), 'tensor')}, {size(nbytes)}")
+    if chosen.aliases:
         tied = ", ".join(f"{alias.path} (as {alias.tensor})" for alias in chosen.aliases[:8])
         more = f" and {len(chosen.aliases) - 8} more" if len(chosen.aliases) > 8 else ""
         print(
             plain(f"note: tied tensors are written once; left out: {tied}{more}"), file=sys.stderr
         )
-    if chosen.values and not quiet:
+    if chosen.values:
         left = f"{count(len(chosen.values), 'value')} left out for being no tensor"
         print(f"note: {left}: a safetensors file has no place for that", file=sys.stderr)
     return nbytes

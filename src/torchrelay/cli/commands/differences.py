@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from torchrelay.cli.commands.contents import INCLUDE, check_matched
+from torchrelay.cli.commands.contents import INCLUDE, matched
 from torchrelay.cli.output import JSON, count, print_columns, print_json, progress_bar
 from torchrelay.cli.sources import SOURCE, opened_source
-from torchrelay.progress import Progress
+from torchrelay.progress import Bar
 
 if TYPE_CHECKING:
     from torchrelay.inspection.comparison import Differences, Distance
@@ -33,11 +33,8 @@ def diff(
     """
     with opened_source(before) as one, opened_source(after) as other:
         from torchrelay.inspection.comparison import compare
-        from torchrelay.inspection.facts import narrowed
 
-        chosen = [narrowed(state.contents, include) for state in (one, other)]
-        check_matched(include, chosen, [one.contents, other.contents])
-        found = compare(*chosen)
+        found = compare(*matched(include, one, other))
         far = _distances(one, other, found) if values else []
         if as_json:
             apart = {"distances": list(map(asdict, far))} if values else {}
@@ -54,13 +51,12 @@ def _distances(one: OpenedState, other: OpenedState, found: Differences) -> list
 
     before = {tensor.name: tensor for tensor in one.contents.tensors}
     after = {tensor.name: tensor for tensor in other.contents.tensors}
-    total, done = sum(nbytes_of(before[name]) for name in found.same), 0
     apart = []
     with progress_bar("comparing") as show:
+        bar = Bar(show, sum(nbytes_of(before[name]) for name in found.same))
         for name in found.same:
             apart.append(distance((one, before[name]), (other, after[name])))
-            done += nbytes_of(before[name])
-            show(Progress(done, total))
+            bar.add(nbytes_of(before[name]))
     return apart
 
 

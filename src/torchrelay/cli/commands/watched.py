@@ -19,7 +19,6 @@ from torchrelay.memory.bounded import bounded
 from torchrelay.steps import epoch_seconds
 from torchrelay.stores.seam import Store
 
-KEPT = 16  # contents of steps that are held, the last ones asked for
 ASK_SECONDS = 20.0
 STATUS_BYTES = 16 << 20
 
@@ -53,7 +52,6 @@ class WatchedPlaces:
         self._places = {name: store_at(name) for name in where if name not in urls}
         self._started = time.time()
         self._facts: dict[tuple[str, int], dict[str, Any]] = {}
-        self._contents: dict[int, Contents] = {}
 
     def steps(self) -> list[int]:
         found = {step for there in self._places.values() for step in _steps(there)}
@@ -62,12 +60,8 @@ class WatchedPlaces:
         return sorted(found)
 
     def contents(self, step: int) -> Contents:
-        if step not in self._contents:
-            with self.source(step) as source:
-                while len(self._contents) >= KEPT:
-                    self._contents.pop(next(iter(self._contents)))
-                self._contents[step] = source.contents
-        return self._contents[step]
+        with self.source(step) as source:
+            return source.contents
 
     @contextmanager
     def source(self, step: int) -> Iterator[OpenedState]:

@@ -1,8 +1,9 @@
 """Pickles read into inert values, whose fields are then taken by type and within bounds: nothing is
-imported, called or set.
+imported, and nothing is called or set but what this module makes itself.
 
 The standard library's unpickler in Python does the work, with a closed set of opcodes. In place of
-an import it makes a `Global`, in place of an object a `PickledCall`: both are only looked at.
+an import it makes a `Global`, in place of an object a `PickledCall`: both are only looked at. The
+small values of `_VALUES` are made at once, of checked arguments.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import torch
 MAX_DEPTH = 200
 MAX_DIMS = 64
 MAX_NUMBER = 1 << 62
-DTYPES = {f"torch.{n}": d for n, d in vars(torch).items() if isinstance(d, torch.dtype)}
+_DTYPES = {f"torch.{n}": d for n, d in vars(torch).items() if isinstance(d, torch.dtype)}
 
 
 class PickleRefusedError(Exception):
@@ -73,6 +74,73 @@ class WorkLimit:
             refuse("its parts share each other more often than its length allows")
 
 
+# Checks of single values.
+
+
+def typed(value: Any, kind: type) -> Any:
+    if type(value) is not kind:
+        refuse(f"{kind.__name__} was expected, not {type(value).__name__}")
+    return value
+
+
+def count(value: object, cap: int = MAX_NUMBER) -> int:
+    if type(value) is not int or not 0 <= value < cap:
+        refuse("a number is out of bounds")
+    return value
+
+
+def dims(value: object) -> tuple[Any, ...]:
+    """A tuple with an item for each dimension of a tensor or a mesh."""
+    if len(typed(value, tuple)) > MAX_DIMS:
+        refuse(f"it has more than {MAX_DIMS} dimensions")
+    return value  # type: ignore[return-value]
+
+
+def counts(value: object) -> tuple[int, ...]:
+    return tuple([count(n) for n in dims(value)])
+
+
+def named(value: object, *names: str) -> PickledCall:
+    """An object of the type that has one of these names."""
+    if type(value) is not PickledCall or value.name not in names:
+        refuse(f"{names[0]} was expected")
+    return value
+
+
+def fields(value: object, name: str, *order: str) -> dict[str, Any]:
+    """The fields set on a new `name`; a class with slots sets a list of them, in `order`."""
+    state = named(value, name).state
+    if type(state) is tuple and len(state) == 2 and state[0] is None:
+        state = state[1]
+    if type(state) is list:
+        return dict(zip(order, state, strict=False))
+    found: dict[str, Any] = typed(state, PickledDict)
+    return found
+
+
+# Values that are made at once.
+
+
+def _size(numbers: object) -> torch.Size:
+    return torch.Size(counts(numbers))
+
+
+def _device(kind: object, *number: object) -> torch.device:
+    return torch.device(typed(kind, str), *(count(n, 1 << 15) for n in number))
+
+
+def _complex(real: object, imag: object) -> complex:
+    return complex(typed(real, float), typed(imag, float))
+
+
+_VALUES: dict[str, Callable[..., object]] = {
+    "torch.Size": _size,
+    "torch.device": _device,
+    "torch.serialization._get_layout": lambda name: typed(name, str),
+    "builtins.complex": _complex,
+}
+
+
 class _Unpickler(pickle._Unpickler):
     names: frozenset[str]
     other: Callable[[str, str], type | None]
@@ -81,9 +149,11 @@ class _Unpickler(pickle._Unpickler):
     append: Callable[[object], None]
     read: Callable[[int], bytes]
 
-    def find_class(self, module: str, name: str) -> Global:
+    def find_class(self, module: str, name: str) -> Global | torch.dtype:
         full = f"{module}.{name}"
-        if full in self.names:
+        if full in _DTYPES:
+            return _DTYPES[full]
+        if full in self.names or full in _VALUES:
             return Global(full)
         if (kind := self.other(module, name)) is None:
             refuse(f"{full!r:.200} is not in the closed list of names")
@@ -93,7 +163,8 @@ class _Unpickler(pickle._Unpickler):
         args, what = self.stack.pop(), self.stack.pop()
         if type(args) is not tuple or type(what) is not Global:
             refuse("something other than a listed name is called")
-        self.append(PickledCall(what.name, args))
+        make = _VALUES.get(what.name)
+        self.append(PickledCall(what.name, args) if make is None else make(*args))
 
     def build(self) -> None:
         state, made = self.stack.pop(), self.stack[-1]
@@ -159,68 +230,3 @@ def unpickled(
     if file.tell() != len(data):
         refuse(f"{len(data) - file.tell()} bytes follow its record")
     return value
-
-
-# Fields of records, each as it must be, or refused.
-
-
-def fields(value: object, name: str, *order: str) -> dict[str, Any]:
-    """The fields set on a new `name`; a class with slots sets a list of them, in `order`."""
-    if type(value) is not PickledCall or value.name != name or value.args:
-        refuse(f"{name} was expected")
-    state = value.state
-    if type(state) is tuple and len(state) == 2 and state[0] is None:
-        state = state[1]
-    if type(state) is list:
-        state = dict(zip(order, state, strict=False))
-    return dict(state if type(state) is dict else typed(state, PickledDict))
-
-
-def made(value: object, name: str) -> tuple[Any, ...]:
-    """The arguments of a new `name` that has no state."""
-    if type(value) is not PickledCall or value.name != name or value.state is not None:
-        refuse(f"{name} was expected")
-    return value.args
-
-
-def typed(value: Any, kind: type) -> Any:
-    if type(value) is not kind:
-        refuse(f"{kind.__name__} was expected, not {type(value).__name__}")
-    return value
-
-
-def count(value: object, cap: int = MAX_NUMBER) -> int:
-    if type(value) is not int or not 0 <= value < cap:
-        refuse("a number is out of bounds")
-    return value
-
-
-def counts(value: object, most: int | None = None) -> tuple[int, ...]:
-    if most is not None and len(typed(value, tuple)) > most:
-        refuse(f"a shape has more than {most} dimensions")
-    return tuple([count(n) for n in typed(value, tuple)])
-
-
-def size(value: object) -> torch.Size:
-    (numbers,) = made(value, "torch.Size")
-    return torch.Size(counts(numbers, MAX_DIMS))
-
-
-def dtype(value: object) -> torch.dtype:
-    return DTYPES[typed(value, Global).name]
-
-
-def device(value: object) -> torch.device:
-    args = made(value, "torch.device")
-    if not 1 <= len(args) <= 2:
-        refuse("a device is malformed")
-    return torch.device(typed(args[0], str), *(count(n, 1 << 15) for n in args[1:]))
-
-
-def properties(value: object, *names: str) -> tuple[torch.dtype, str]:
-    """The dtype and the layout of a `TensorProperties`. Its other fields are left unread."""
-    if type(value) is not PickledCall or value.name not in names or value.args:
-        refuse("TensorProperties was expected")
-    kind, layout, *_ = typed(value.state, tuple)
-    (layout_name,) = made(layout, "torch.serialization._get_layout")
-    return dtype(kind), typed(layout_name, str)
