@@ -16,7 +16,6 @@ import torchrelay as tr
 from tests.support.faults import CHUNK, Outcome, attempt, received, verdict, weights
 from tests.support.messages import altering
 from tests.support.ways import by, patched
-from torchrelay.geometry.memo import remembered
 from torchrelay.plan.snapshot import Snapshot
 from torchrelay.resharding.gather import Gather
 from torchrelay.transports.protocol.receiver import Receiving
@@ -294,14 +293,6 @@ def test_a_device_that_has_no_memory_is_refused_before_anything_is_received(
     pool2: Any, device: str
 ) -> None:
     assert pool2.run(onto, device, fresh_group=True) == [None, ("UsageError", NEW)]
-
-
-def test_a_kept_result_belongs_to_its_keyword_arguments_too() -> None:
-    @remembered(10)
-    def power(base: int, *, exponent: int) -> int:
-        return base**exponent
-
-    assert power(2, exponent=3) == 8 and power(2, exponent=4) == 16
 
 
 class Reads:

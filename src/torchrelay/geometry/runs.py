@@ -134,7 +134,7 @@ class Runs:
         addresses = self.addresses[some] + (positions - self.starts[some])
         return positions, addresses, np.minimum(self.stops[some], high) - positions
 
-    def facing(self, other: Runs) -> Runs:
+    def _facing(self, other: Runs) -> Runs:
         """The parts of the runs between the first and the last byte of another."""
         if not len(other.starts):
             return other
@@ -145,9 +145,6 @@ class Runs:
 
     def gather(self, start: int, stop: int, buffer: int, copy: Copy | None = None) -> None:
         """Copy what the runs have of [start, stop) to the address `buffer` of byte `start`."""
-        if copy is None and (address := self.whole(start, stop)) is not None:
-            _move(buffer, address, stop - start)
-            return
         positions, addresses, nbytes = self.between(start, stop)
         there = positions - np.uint64(start) + np.uint64(buffer)
         (copy or copy_one_by_one)(Moves(positions, addresses, there, nbytes))
@@ -198,19 +195,10 @@ class Moves(NamedTuple):
 
 def moves(sources: Runs, destinations: Runs) -> Moves:
     """The copies from one to the other, of the bytes that both have."""
-    theirs, ours = sources, destinations
-    if not len(theirs.starts) or not len(ours.starts):
-        none = np.zeros(0, np.uint64)
-        return Moves(none, none, none, none)
+    theirs, ours = sources._facing(destinations), destinations._facing(sources)
     if np.array_equal(theirs.starts, ours.starts) and np.array_equal(theirs.stops, ours.stops):
         # Cut alike on both sides: the common case where there are many.
         return Moves(theirs.starts, theirs.addresses, ours.addresses, ours.stops - ours.starts)
-    for one, many in ((ours, theirs), (theirs, ours)):
-        if len(one.starts) == 1:
-            at, addresses, nbytes = many.between(int(one.starts[0]), int(one.stops[0]))
-            there = one.addresses[0] + (at - one.starts[0])
-            source, destination = (addresses, there) if one is ours else (there, addresses)
-            return Moves(at, source, destination, nbytes)
     # Four ascending columns: a sort that finds that out is done with them at once.
     edges = np.concatenate((theirs.starts, theirs.stops, ours.starts, ours.stops))
     edges.sort(kind="stable")

@@ -16,7 +16,7 @@ from msgspec.structs import replace
 
 from torchrelay.errors import MismatchError
 from torchrelay.geometry.boxes import Box, Numbers
-from torchrelay.geometry.memo import Numbered
+from torchrelay.geometry.numbered import Numbered
 from torchrelay.plan.outline import TensorRows, outline
 from torchrelay.plan.share.leaves import NONE, whole_kinds
 from torchrelay.record import manifest as m

@@ -16,7 +16,7 @@ from msgspec.structs import replace
 
 from torchrelay.errors import MismatchError
 from torchrelay.geometry.boxes import Box, Numbers
-from torchrelay.geometry.memo import Numbered
+from torchrelay.geometry.numbered import Numbered
 from torchrelay.plan.description import PlainLayout
 from torchrelay.plan.outline import TensorRows, laid_over, outline, pruned
 from torchrelay.plan.selection import Selection

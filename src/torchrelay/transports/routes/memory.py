@@ -259,7 +259,7 @@ class MemoryFetch(ReadingFetch):
         sources, straight = self._of(self._sources, self._paths.straight), self._paths.straight
         with gc_paused():  # memory may be made as it goes
             for part in self._places.parts():
-                found = moves(sources.facing(part), part)
+                found = moves(sources, part)
                 _clear(self._of(part, straight).unfilled(found))
                 for batch in batches(found, bridge=True):
                     self._submit(partial(self._read_batch, batch))
