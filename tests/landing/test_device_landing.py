@@ -152,7 +152,7 @@ def test_views_of_one_image_may_go_to_plain_and_to_strided_tensors(
     into["strided"] = torch.zeros(16, dtype=torch.int64)[::2]
     landing = land(snapshot.record, into, LandingOptions(atomic=atomic), ByAddress())
     # Both tensors take bytes of one image, which is held for them.
-    assert not landing.places().live
+    assert not landing.live
     data = torch.empty(landing.chunks.sizes[0], dtype=torch.uint8)
     snapshot.read(0, data)
     landing.write(0, data)

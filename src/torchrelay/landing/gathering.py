@@ -22,12 +22,12 @@ from torchrelay.geometry.strides import contiguous_strides
 from torchrelay.landing.commit.ending import StateLanding
 from torchrelay.landing.held import HeldImages
 from torchrelay.landing.options import LandingOptions
-from torchrelay.landing.places import Landed, Landing, Places
+from torchrelay.landing.places import Landed, Landing
 from torchrelay.landing.seam import land_share
 from torchrelay.landing.workspace import Workspace
 from torchrelay.plan.gather.reads import SCATTERED, GatherReads, RankReads
 from torchrelay.plan.gather.union import Union
-from torchrelay.plan.region import copy_boxes
+from torchrelay.plan.region import Stream, copy_boxes
 from torchrelay.plan.share.rank_share import RankShare
 from torchrelay.record.dtypes import itemsize
 from torchrelay.record.pause import gc_paused
@@ -157,7 +157,6 @@ class GatherPlan:
                 raise MismatchError(
                     "tied to another tensor here, and another value is offered for it", path=path
                 )
-        self._landing.arrived()
         return self._landing.commit()
 
 
@@ -192,7 +191,7 @@ class PartLanding(Landing):
         far = np.array(held.far, bool)[held.numbers[reads.share]] & ~scattered
         host, device = (Runs(*(column[some] for column in columns)) for some in (~far, far))
         memory = partial(_far_memory, held, reads.some(far), self.chunks.places[far])
-        self._places = Places([host], device, memory)
+        self._places = Stream(host, [], self.chunks.stream_bytes, device, memory)
 
     def commit(self) -> Landed:
         """The part is here; what it is part of is made by `GatherPlan.commit`."""

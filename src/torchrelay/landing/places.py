@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Iterable, Iterator
-from functools import cached_property
 from typing import NamedTuple
 
 import torch
 
 from torchrelay.geometry.chunks import Chunks
-from torchrelay.geometry.runs import Copy, Runs
+from torchrelay.geometry.runs import Copy
 from torchrelay.plan.region import Stream
 from torchrelay.record.manifest import parts
 from torchrelay.record.rows import LeafRows
@@ -20,7 +18,6 @@ from torchrelay.state.paths import LeafPaths
 from torchrelay.state.tree import show
 
 _NAMED = 8  # tensors in a message
-Far = Callable[[], Iterable[tuple[int, torch.Tensor]]]  # memory of devices, with positions
 
 
 class Landed(NamedTuple):
@@ -38,49 +35,13 @@ class OwnTensor(NamedTuple):
     tensor: torch.Tensor
 
 
-class Places:
-    """Memory that takes bytes of the stream as they are: each of them has one place at most."""
-
-    def __init__(
-        self,
-        host: Iterable[Runs],
-        device: Runs | None = None,
-        far: Far = tuple,
-        live: bool = False,
-        making: bool = False,
-    ) -> None:
-        self.device = device or Runs([], [], [])  # memory of GPUs, by address
-        self._far = far  # gives the same memory as tensors
-        self.live = live  # the caller's own tensors: once one is written to, the landing is `torn`
-        self.making = making  # of host memory, while it is asked for, keeps a core busy
-        self._made: list[Runs] = []
-        self._coming = iter(host)
-
-    def parts(self) -> Iterator[Runs]:
-        """Host memory, in the order of the stream. Some is made only when it is asked for: by then
-        bytes may come to what was there before."""
-        yield from self._made
-        for runs in self._coming:
-            self._made.append(runs)
-            yield runs
-
-    @cached_property
-    def host(self) -> Runs:
-        """All of the host memory."""
-        return Runs.merged(*self.parts())
-
-    @cached_property
-    def stream(self) -> Stream:
-        """All of the memory."""
-        return Stream(self.host, [], 0, self.device, self._far)
-
-
 class Landing(ABC):
     """The side of a landing that a transport uses."""
 
     chunks: Chunks
+    live = False  # whether bytes go to the caller's own tensors as they come
     torn = False  # whether the caller's tensors have been written to, but not all of them
-    _places: Places
+    _places: Stream  # memory that takes bytes as they are: each of them has one place at most
     _copy: Copy  # copies to host memory, while other threads do
 
     @property
@@ -91,19 +52,15 @@ class Landing(ABC):
     def write(self, index: int, data: torch.Tensor) -> None:
         """Take chunk `index`, whose bytes are in the buffer `data`, on the host or a device.
 
-        Several threads may, each with another chunk, once `places().host` has been asked for.
+        Several threads may, each with another chunk.
         """
         begin = self.chunks.offsets[index]
-        self.torn = self.torn or self._places.live
-        self._places.stream.write(begin, begin + self.chunks.sizes[index], data, self._copy)
+        self.torn = self.torn or self.live
+        self._places.write(begin, begin + self.chunks.sizes[index], data, self._copy)
 
-    def places(self) -> Places:
+    def places(self) -> Stream:
         """Where chunks go, for a transport that writes to memory itself instead of `write`."""
         return self._places
-
-    def arrived(self) -> None:  # noqa: B027
-        """All bytes have arrived and are not verified yet. Work that does not depend on the result
-        is done here, while the transport waits for it."""
 
     @abstractmethod
     def commit(self) -> Landed:

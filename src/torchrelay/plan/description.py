@@ -85,7 +85,7 @@ class TakenApart:
             try:
                 described = describe(leaf, (), images.add)
             except RelayError:
-                path = LeafPaths(self.flat.tree).steps(index)
+                path = LeafPaths(self.flat.tree)[index]
                 describe(leaf, path, images.add)  # with its path this time
                 raise
             role = LEAF if isinstance(described, int) else self.sharded.numbers.get(index, PART)

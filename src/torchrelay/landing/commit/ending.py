@@ -41,13 +41,9 @@ class StateLanding(Landing):
     """
 
     record: Record
+    held: HeldImages  # memory of the landing's own
     all_new = False  # nothing in it is the caller's
     _finishing = False
-
-    @property
-    @abstractmethod
-    def held(self) -> HeldImages:
-        """Memory of the landing's own, for images."""
 
     def are_equal(self, one: int, other: int) -> bool:
         """Whether two images that are held have the same bytes."""

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from torchrelay.errors import MismatchError, TornStateError, UnsupportedLeafError
+from torchrelay.errors import MismatchError, TornStateError
 from torchrelay.landing.destination import Pair, PreparedDestination
 from torchrelay.record import manifest as m
 from torchrelay.state import tensors as t
@@ -279,11 +279,7 @@ class _Renewal:
         mine = [index for _, index in slots(node.body)]
         if not any(index in self._new or index in self._touched for index in mine):
             return value
-        try:
-            return unflatten(node, {n: self._new.get(n, self._leaves[n]) for n in mine})
-        except UnsupportedLeafError as fault:
-            fault.path = show(path)
-            raise
+        return unflatten(node, {n: self._new.get(n, self._leaves[n]) for n in mine}, path)
 
 
 def _set(changes: list[tuple[Any, Any, object]]) -> None:

@@ -223,7 +223,6 @@ class Receiving:
         with self._watch("data"):
             bring()
             talk.send(m.Fetched())
-            landing.arrived()
             talk.expect(m.Confirmed)
         with self._watch("commit"):
             landed = uninterrupted(partial(self._commit, landing, source))

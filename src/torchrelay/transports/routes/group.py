@@ -150,10 +150,6 @@ class GroupFetch(ReadingFetch):
         self._over = False
         self._receiving: list[threads.Running] = []
 
-    def run(self, go: bytes, patience: float) -> None:
-        self.landing.places().host  # noqa: B018  # made here, not by the thread that writes to it
-        super().run(go, patience)
-
     def _begin(self) -> None:
         self._receive(list(range(len(self._chunks))))
 

@@ -21,7 +21,6 @@ from torchrelay.geometry.runs import Moves, Runs, moves
 from torchrelay.memory.gpu.side import in_use
 from torchrelay.memory.vectors import Batch, OtherMemoryError, batches, copy, read
 from torchrelay.record.digest import RollingDigest
-from torchrelay.record.pause import gc_paused
 from torchrelay.transports.routes import route as r
 from torchrelay.transports.routes.host import place
 from torchrelay.transports.routes.host.chunk_paths import ChunkPaths, SenderMemory, choose_paths
@@ -202,8 +201,6 @@ class MemoryFetch(ReadingFetch):
         self._paths = choose_paths(chunks, self._places, theirs, verify=self._verify)
 
     def _threads(self, most: int) -> int:
-        if self._places.making:
-            most = max(1, most - 1)
         if self._paths.buffered:
             # Each thread has a buffer of its own.
             most = min(most, max(1, BUFFER_BYTES // max(self._chunks.sizes)))
@@ -220,13 +217,11 @@ class MemoryFetch(ReadingFetch):
         return [chunk for chunk in self._paths.straight if chunk not in self._paths.opened]
 
     def _begin(self) -> None:
-        paths, places = self._paths, self._places
-        if places.live:
+        paths = self._paths
+        if self.landing.live:
             self.landing.torn = True
-        if self._verify or paths.buffered or paths.ringed:
-            places.host  # noqa: B018  # made here, not by the threads that write to it
         if self._verify:
-            _clear(self._of(places.host, self._by_host).without(self._sources))
+            _clear(self._of(self._places.host, self._by_host).without(self._sources))
             self._read_chunks(self._by_host, paths.buffered)
         else:
             self._read_straight()
@@ -256,13 +251,11 @@ class MemoryFetch(ReadingFetch):
     # Straight from the sender's memory
 
     def _read_straight(self) -> None:
-        sources, straight = self._of(self._sources, self._paths.straight), self._paths.straight
-        with gc_paused():  # memory may be made as it goes
-            for part in self._places.parts():
-                found = moves(sources, part)
-                _clear(self._of(part, straight).unfilled(found))
-                for batch in batches(found, bridge=True):
-                    self._submit(partial(self._read_batch, batch))
+        straight, host = self._paths.straight, self._places.host
+        found = moves(self._of(self._sources, straight), host)
+        _clear(self._of(host, straight).unfilled(found))
+        for batch in batches(found, bridge=True):
+            self._submit(partial(self._read_batch, batch))
 
     def _of(self, runs: Runs, chunks: list[int]) -> Runs:
         """The parts of runs that belong to these chunks."""

@@ -221,7 +221,6 @@ class NixlFetch(ReadingFetch):
 
     def run(self, go: bytes, patience: float) -> None:
         table = m.read_as(NixlTable, go)
-        self.landing.places().host  # noqa: B018  # made here, not by the threads that write to it
         try:
             self._sources = Runs.unpack(table.memory, self._chunks.stream_bytes)
             self._peer = self._agent.meet(table.agent) if len(self._sources.starts) else ""
