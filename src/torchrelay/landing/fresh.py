@@ -32,7 +32,7 @@ from torchrelay.record.rows import LeafRows, Marks
 from torchrelay.record.schema import Record
 from torchrelay.state import tensors as t
 from torchrelay.state.leaves import check_buildable, is_plain
-from torchrelay.state.paths import LeafPaths, Path, at
+from torchrelay.state.paths import LeafPaths, Path, naming
 from torchrelay.state.tree import check_types, unflatten
 
 _HOST = torch.device("cpu")
@@ -93,7 +93,7 @@ class NewTensors(StateLanding):
         alike = [(int(rows.leaves[row]), rows.row(row)) for row in firsts.tolist()]
         for index, leaf in (*alike, *rows.others.items()):
             if not is_plain(leaf):
-                with at(self._path(index)):
+                with naming(self._path(index)):
                     check_buildable(leaf)
                     check_shards(leaf, self._options.shards)
 

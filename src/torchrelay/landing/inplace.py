@@ -46,7 +46,7 @@ from torchrelay.record.rows import LeafRows, Marks
 from torchrelay.record.schema import Record
 from torchrelay.state import tensors as t
 from torchrelay.state.leaves import build, check_buildable
-from torchrelay.state.paths import LeafPaths, Path, at
+from torchrelay.state.paths import LeafPaths, Path, naming
 from torchrelay.state.tree import grafted, inside_records, unflatten
 
 
@@ -86,8 +86,7 @@ class ExistingTensors(StateLanding):
                 if index not in self._mine and index not in self._new.paths:
                     self._new.add(index, paths[index])
         # Registered types are made before anything is written: of bytes that are held back.
-        one_tree = matched.tree is not None
-        inside = into.inside_records if one_tree else inside_records(rows.tree)
+        inside = inside_records(rows.tree)
         self._inside = matched.some(inside) if inside else []
         if inside:
             wanted = {index for index, _, _ in self._inside} | self._new.paths.keys()
@@ -126,7 +125,7 @@ class ExistingTensors(StateLanding):
             if isinstance(leaf, (m.ValueLeaf, m.SizeLeaf)) or (
                 isinstance(leaf, m.ArrayLeaf) and leaf.scalar
             ):
-                with at(path):
+                with naming(path):
                     check_buildable(leaf)
                 self._values[here] = index, path
         return fits

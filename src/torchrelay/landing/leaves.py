@@ -12,7 +12,7 @@ from torchrelay.geometry.strides import contiguous_strides
 from torchrelay.record import manifest as m
 from torchrelay.state import tensors as t
 from torchrelay.state.leaves import Part, build
-from torchrelay.state.paths import Path, at, slots
+from torchrelay.state.paths import Path, naming, slots
 from torchrelay.state.tree import has_records, records_of, unflatten
 
 
@@ -29,7 +29,7 @@ def make_leaf(
             return t.dtensor(part(leaf.local), leaf, mesh)
         return build(leaf, part, rank)
     except Exception as fault:  # also of the code of a tensor subclass
-        with at(path):
+        with naming(path):
             raise UnsupportedLeafError(f"cannot be rebuilt here: {fault!r}") from fault
 
 

@@ -23,7 +23,7 @@ from torchrelay.record.manifest import parts
 from torchrelay.record.rows import LeafRows
 from torchrelay.state import tensors as t
 from torchrelay.state.leaves import Part, check_buildable
-from torchrelay.state.paths import Path, at
+from torchrelay.state.paths import Path, naming
 
 
 class GivenLeaf(NamedTuple):
@@ -48,7 +48,7 @@ class MadeLeaves:
         """Have a leaf made, on the device of `like`, and on its mesh if it is distributed."""
         leaf = self._rows[index]
         self.paths[index] = path
-        with at(path):
+        with naming(path):
             check_buildable(leaf)
             mesh = None if like is None else mesh_of(leaf, like)
             if mesh is not None:

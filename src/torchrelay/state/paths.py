@@ -28,7 +28,7 @@ def show(path: Iterable[object]) -> str:
 
 
 @contextmanager
-def at(path: Path | Callable[[], Path]) -> Iterator[None]:
+def naming(path: Path | Callable[[], Path]) -> Iterator[None]:
     """Have an error of the library name this path, unless it names one. A function is called only
     then."""
     try:

@@ -21,8 +21,8 @@ from torchrelay.state.hints import (
     WHOLE_TO_SHARDED,
     WITHOUT_MEMORY,
 )
-from torchrelay.state.leaves import describe, finished
-from torchrelay.state.paths import Path, at
+from torchrelay.state.leaves import describe
+from torchrelay.state.paths import Path, naming
 from torchrelay.state.registry import subclass_name
 from torchrelay.state.tree import flatten
 
@@ -54,7 +54,7 @@ def fit(leaf: m.Leaf, into: object, path: Path) -> Iterator[Fit | ArrayFit]:
     `MismatchError` where dtype, shape, layout or placement differ: bits are never reinterpreted,
     values never converted.
     """
-    with at(path):
+    with naming(path):
         if isinstance(leaf, m.ArrayLeaf):
             yield from _fit_array(leaf, into)
         elif isinstance(leaf, (m.ValueLeaf, m.SizeLeaf)):
@@ -227,10 +227,9 @@ def _fit_subclass(leaf: m.SubclassLeaf, into: torch.Tensor) -> Iterator[Fit]:
         tensors.append(tensor)
         return 0
 
-    known = [describe(value, ("context",), refuse) for value in flat.leaves]
+    mine = [describe(value, ("context",), refuse) for value in flat.leaves]
     if tensors:
         raise MismatchError("a subclass with tensors in its context cannot be filled")
-    mine = [finished(item, lambda ticket: leaf.parts[ticket]) for item in known]  # type: ignore[arg-type, return-value]
     _same("context", (leaf.context, list(leaf.context_leaves)), (flat.tree, mine))
     for name, part in zip(attributes, leaf.parts, strict=True):
         yield from _fit_tensor(part, getattr(into, name))

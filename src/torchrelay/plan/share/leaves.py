@@ -132,7 +132,7 @@ class Pairs:
             paths = list(map(LeafPaths(self.tree).__getitem__, self.offered.tolist()))
         rows = zip(self.leaf.tolist(), paths, self.here.tolist(), strict=True)
         pairs = [pair for row, pair in enumerate(rows) if row not in dropped]
-        return Matched(pairs, found.missing, found.extra)
+        return Matched(pairs)
 
 
 class LeafNumbers:

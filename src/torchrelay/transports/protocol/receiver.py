@@ -25,7 +25,7 @@ from torchrelay.errors import (
     UnsupportedLeafError,
 )
 from torchrelay.landing.commit.ending import TORN
-from torchrelay.landing.destination import prepare
+from torchrelay.landing.destination import PreparedDestination
 from torchrelay.landing.places import Landed, named
 from torchrelay.landing.seam import Landing, land
 from torchrelay.memory.gpu.side import settle
@@ -252,6 +252,6 @@ def _prepared(into: object) -> object:
     if into is None:
         return None
     try:
-        return prepare(into)
+        return PreparedDestination(into)
     except Exception:
         return into  # raised again when a state is offered for it, so that the sender hears of it
