@@ -83,7 +83,7 @@ class Ranks:
         if by_address:
             everything = torch.zeros(given.chunks.stream_bytes, dtype=torch.uint8)
             given.stream.read(0, given.chunks.stream_bytes, everything)
-            places = part.places()
+            places = part.places
             assert not len(places.device.starts)
             places.host.scatter(0, given.chunks.stream_bytes, everything.data_ptr())
         else:

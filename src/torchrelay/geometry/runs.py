@@ -26,11 +26,14 @@ _move_short.restype = None
 
 
 class Runs:
-    """Where stretches of a stream lie. They are given in stream order and do not overlap there."""
+    """Where stretches of a stream lie, which do not overlap there. Kept in stream order."""
 
     def __init__(self, starts: Numbers, addresses: Numbers, sizes: Numbers) -> None:
         # Unsigned: an address may use all 64 bits, and numpy has no common integer for both kinds.
         begin, address, nbytes = (np.asarray(x, np.uint64) for x in (starts, addresses, sizes))
+        if (begin[1:] < begin[:-1]).any():
+            order = np.argsort(begin, kind="stable")
+            begin, address, nbytes = begin[order], address[order], nbytes[order]
         end = begin + nbytes
         apart = (begin[1:] != end[:-1]) | (address[1:] != (address + nbytes)[:-1])
         first = np.ones(len(begin), dtype=bool)
@@ -51,20 +54,12 @@ class Runs:
             np.concatenate([getattr(runs, name) for runs in several])
             for name in ("starts", "stops", "addresses")
         )
-        order = np.argsort(starts)
-        return cls(starts[order], addresses[order], (stops - starts)[order])
+        return cls(starts, addresses, stops - starts)
 
     @classmethod
     def of(cls, rows: Sequence[tuple[int, int, int]]) -> Runs:
-        """Stretches in any order, each with its position, address and bytes."""
-        return cls.unordered(*np.array(rows, np.uint64).reshape(-1, 3).T)
-
-    @classmethod
-    def unordered(cls, starts: Numbers, addresses: Numbers, sizes: Numbers) -> Runs:
-        """The same in columns."""
-        columns = [np.asarray(x, np.uint64) for x in (starts, addresses, sizes)]
-        order = np.argsort(columns[0], kind="stable")
-        return cls(*(column[order] for column in columns))
+        """Stretches, each with its position, address and bytes."""
+        return cls(*np.array(rows, np.uint64).reshape(-1, 3).T)
 
     @property
     def stretches(self) -> Runs:

@@ -78,9 +78,9 @@ class NewTensors(StateLanding):
         starts = chunks.places[storages.firsts]
         held.offsets = chunks.places - starts[held.numbers]
         near = ~far & (storages.sizes > 0)
-        addresses = np.array([*map(torch.Tensor.data_ptr, held.memory)], np.uint64)
-        host = Runs(starts[near], addresses[near], storages.sizes[near].astype(np.uint64))
-        self._places = Stream(host, [], chunks.stream_bytes, held.runs(far=True), held.far_bytes)
+        addresses = held.addresses(storages.firsts[near])
+        host = Runs(starts[near], addresses, storages.sizes[near].astype(np.uint64))
+        self.places = Stream(host, [], chunks.stream_bytes, held.runs(far=True), held.far_bytes)
 
     def _check(self) -> None:
         """Whether this process can make the leaves, and parts of distributed ones are its own;

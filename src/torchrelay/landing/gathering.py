@@ -177,11 +177,7 @@ class PartLanding(Landing):
         far = np.array(held.far, bool)[held.numbers[reads.share]] & ~scattered
         host, device = (Runs(*(column[some] for column in columns)) for some in (~far, far))
         memory = partial(_far_memory, held, reads.some(far), self.chunks.places[far])
-        self._places = Stream(host, [], self.chunks.stream_bytes, device, memory)
-
-    def commit(self) -> Landed:
-        """The part is here; what it is part of is made by `GatherPlan.commit`."""
-        return Landed(None, [], [])
+        self.places = Stream(host, [], self.chunks.stream_bytes, device, memory)
 
     def put_boxes(self) -> None:
         """Put the elements that waited in their places."""
@@ -203,7 +199,7 @@ class PartLanding(Landing):
         """The elements of an image that is a box of a tensor, as whole numbers."""
         kind = self._landing.record.kind_of_image(image)
         sizes = kind.boxes[0][1]
-        _, storage, offset = self._landing.held.memory_of(image)
+        storage, offset = self._landing.held.memory_of(image)
         return t.raw(storage, offset, itemsize(kind.dtype), sizes, contiguous_strides(sizes))
 
 

@@ -36,7 +36,7 @@ from torchrelay.landing.leaves import (
 from torchrelay.landing.missing import MadeLeaves
 from torchrelay.landing.options import LandingOptions
 from torchrelay.landing.pairing import Pairing
-from torchrelay.landing.places import Landed, OwnTensor, chunks_of
+from torchrelay.landing.places import Landed, chunks_of
 from torchrelay.landing.workspace import Workspace
 from torchrelay.plan.region import Stream
 from torchrelay.record import manifest as m
@@ -107,7 +107,7 @@ class ExistingTensors(StateLanding):
         near = straight.some(straight.on_host)
         self._straight = straight
         self.live = bool(len(straight.image))
-        self._places = Stream(
+        self.places = Stream(
             Runs.merged(self.held.runs(far=False), near.runs),
             [],
             self.chunks.stream_bytes,
@@ -217,10 +217,10 @@ class ExistingTensors(StateLanding):
             marks[table.image[table.gpu != number]] = False
             yield device_of(number), np.flatnonzero(marks & ~near)
 
-    def own(self) -> Iterator[OwnTensor]:
+    def own(self) -> Iterator[tuple[int, torch.Tensor]]:
         columns = self._straight.image.tolist(), self._straight.leaf.tolist()
         for image, number in zip(*columns, strict=True):
-            yield OwnTensor(image, self._tensors[number])
+            yield image, self._tensors[number]
 
     # The end
 

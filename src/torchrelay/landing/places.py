@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from bisect import bisect_left, bisect_right
 from typing import NamedTuple
 
@@ -28,26 +27,20 @@ class Landed(NamedTuple):
     extra: list[str]
 
 
-class OwnTensor(NamedTuple):
-    """A tensor of the caller, or its local part, that takes the elements of an image."""
-
-    image: int
-    tensor: torch.Tensor
-
-
-class Landing(ABC):
-    """The side of a landing that a transport uses."""
+class Landing:
+    """The side of a landing that a transport uses. Bytes come by `write`, or the transport writes
+    them to `places` itself."""
 
     chunks: Chunks
     live = False  # whether bytes go to the caller's own tensors as they come
     torn = False  # whether the caller's tensors have been written to, but not all of them
-    _places: Stream  # memory that takes bytes as they are: each of them has one place at most
+    places: Stream  # memory that takes bytes as they are: each of them has one place at most
     _copy: Copy  # copies to host memory, while other threads do
 
     @property
     def on_device(self) -> bool:
         """Whether any of it goes to a device."""
-        return bool(len(self._places.device.starts))
+        return bool(len(self.places.device.starts))
 
     def write(self, index: int, data: torch.Tensor) -> None:
         """Take chunk `index`, whose bytes are in the buffer `data`, on the host or a device.
@@ -56,15 +49,7 @@ class Landing(ABC):
         """
         begin = self.chunks.offsets[index]
         self.torn = self.torn or self.live
-        self._places.write(begin, begin + self.chunks.sizes[index], data, self._copy)
-
-    def places(self) -> Stream:
-        """Where chunks go, for a transport that writes to memory itself instead of `write`."""
-        return self._places
-
-    @abstractmethod
-    def commit(self) -> Landed:
-        """All chunks have arrived and hold: make them the state."""
+        self.places.write(begin, begin + self.chunks.sizes[index], data, self._copy)
 
 
 def chunks_of(record: Record) -> Chunks:

@@ -31,7 +31,7 @@ def land(
     into: object = None,
     options: LandingOptions | None = None,
     workspace: Workspace | None = None,
-) -> Landing:
+) -> StateLanding:
     """The landing for the state of one rank. Everything that can be refused is refused here.
 
     `into=None` makes new tensors. `into` may be a `PreparedDestination`, which leaves less to do

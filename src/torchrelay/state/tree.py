@@ -204,10 +204,10 @@ def unflatten(tree: m.Node, leaves: _Leaves, path: Path = ()) -> object:
 
     `UnsupportedLeafError` names the path of a registered type that cannot be made of them.
     """
-    return _Builder(tree, leaves, path).build(tree)
+    return _Unflatten(tree, leaves, path).build(tree)
 
 
-class _Builder:
+class _Unflatten:
     def __init__(self, tree: m.Node, leaves: _Leaves, path: Path) -> None:
         self._tree, self._leaves, self._path = tree, leaves, path
         self._types: dict[tuple[str, ...], type[tuple[object, ...]]] = {}

@@ -6,7 +6,7 @@ the first write there is a way back; after it the state is new, or said to be to
 
 from __future__ import annotations
 
-from abc import abstractmethod
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -15,7 +15,7 @@ import torch
 
 from torchrelay.errors import RelayError, TornStateError
 from torchrelay.landing.held import HeldImages
-from torchrelay.landing.places import Landed, Landing, OwnTensor
+from torchrelay.landing.places import Landed, Landing
 from torchrelay.record.schema import Record
 from torchrelay.state.paths import Path
 from torchrelay.state.tree import show
@@ -32,7 +32,7 @@ def alone(phase: str, act: Act) -> None:
     act()
 
 
-class StateLanding(Landing):
+class StateLanding(Landing, ABC):
     """A landing of a whole state. It ends by `make`, then `end`; `commit` does both.
 
     A source that has boxes of tensors and no stream asks for images by number. It fills the memory
@@ -49,8 +49,9 @@ class StateLanding(Landing):
         """Whether two images that are held have the same bytes."""
         return torch.equal(self.held.bytes(one).cpu(), self.held.bytes(other).cpu())
 
-    def own(self) -> Iterator[OwnTensor]:
-        """The caller's tensors that take images as they are; none where they are staged."""
+    def own(self) -> Iterator[tuple[int, torch.Tensor]]:
+        """Images, each with the caller's tensor or local part that takes it as it is; none where
+        they are staged."""
         return iter(())
 
     @abstractmethod
@@ -75,6 +76,7 @@ class StateLanding(Landing):
         return not self.all_new and (self._finishing or self.torn)
 
     def commit(self) -> Landed:
+        """All chunks have arrived and hold: make them the state."""
         self.make()
         return self.end()
 

@@ -24,7 +24,7 @@ from torchrelay.errors import (
     TransferTimeoutError,
     UnsupportedLeafError,
 )
-from torchrelay.landing.commit.ending import TORN
+from torchrelay.landing.commit.ending import TORN, StateLanding
 from torchrelay.landing.destination import PreparedDestination
 from torchrelay.landing.places import Landed, named
 from torchrelay.landing.seam import Landing, land
@@ -185,7 +185,7 @@ class Receiving:
     ) -> None:
         self._member, self._sender, self._options = member, sender, options
         self._deadline, self._watch, self._progress = call.deadline, call.watch, call.progress
-        self._landing: Landing | None = None
+        self._landing: StateLanding | None = None
 
     def run(self) -> Loaded:
         with self._watch("call"):
@@ -231,7 +231,7 @@ class Receiving:
             source.choices[0].fetch.finish()
         return landed
 
-    def _fit(self, source: SourceRank, into: object) -> Landing:
+    def _fit(self, source: SourceRank, into: object) -> StateLanding:
         """Compare the offer with the destination; everything that can be refused is refused."""
         step, wanted = source.record.step, self._options.step
         if wanted is not None and step != wanted:
@@ -240,7 +240,7 @@ class Receiving:
             )
         return land(source.record, into, self._options.landing, self._member.workspace)
 
-    def _commit(self, landing: Landing, source: SourceRank) -> Landed:
+    def _commit(self, landing: StateLanding, source: SourceRank) -> Landed:
         landed = landing.commit()
         settle()
         self._member.node.note_committed(self._sender, source.offer.transfer)

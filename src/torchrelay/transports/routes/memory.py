@@ -171,7 +171,7 @@ class MemoryFetch(ReadingFetch):
     def __init__(self, incoming: r.Incoming, reachable: Reachable) -> None:
         super().__init__(incoming, verify=reachable.facts.verify)
         self._facts, self._reads = reachable
-        self._places = self.landing.places()
+        self._places = self.landing.places
         self._rings = incoming.member.resources.of(MappedRings)
         self._ring: MappedRing | None = None
         self._unfilled: list[int] = []  # chunks to ask for

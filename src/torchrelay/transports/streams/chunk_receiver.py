@@ -69,7 +69,7 @@ class ChunkReceiver:
     ) -> None:
         self._landing, self._on_gpu = landing, on_gpu
         self._verify, self._cells = verify, cells
-        self._host = landing.places().host
+        self._host = landing.places.host
         self._buffer, self.report = buffer, report
         self._room = threading.Semaphore(keep) if keep else None
         # Chunks that have not come, and that no connection is at. Each use is one call.
