@@ -456,7 +456,7 @@ def test_boxes_are_read_from_where_they_lie() -> None:
     data = torch.empty(part.chunks.stream_bytes, dtype=torch.uint8)
     part.stream.read(0, part.chunks.stream_bytes, data)
     wanted = (STATE["w"][1:], STATE["w"][:, 1:3], STATE["s"], STATE["w"], STATE["s"][2:, :1])
-    for at, tensor in zip(part.chunks.starts, wanted, strict=True):
+    for at, tensor in zip(part.chunks.places.tolist(), wanted, strict=True):
         found = data[at : at + tensor.nbytes].view(torch.float32)  # type: ignore[attr-defined]
         assert torch.equal(found.view(tensor.shape), tensor)  # type: ignore[attr-defined]
     assert len(part.stream.regions) == 3  # the others are runs of host memory

@@ -211,7 +211,7 @@ def one_by_one(
             odd = leaf.flags & (m.CONJ | m.NEG | m.META)
             same = (leaf.strides, leaf.shape, leaf.dtype) == (None, kind.shape, kind.dtype)
             if same and not odd:
-                at = chunks.starts[leaf.storage] + leaf.offset
+                at = chunks.start_of(leaf.storage) + leaf.offset
                 pieces.append((at, address, kind.nbytes, leaf.storage, here))
                 continue
         rest.append(pair)

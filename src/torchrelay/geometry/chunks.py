@@ -109,12 +109,6 @@ class Chunks:
         return len(self.sizes)
 
     @cached_property
-    def starts(self) -> list[int]:
-        """The places, as a list."""
-        starts: list[int] = self.places.tolist()
-        return starts
-
-    @cached_property
     def nbytes(self) -> int:
         """Bytes of the state itself, without alignment."""
         return int(self.image_bytes.sum())

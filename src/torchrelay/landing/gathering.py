@@ -38,7 +38,7 @@ from torchrelay.state.local_parts import cut
 
 
 class GatherPlan:
-    """What is read of ranks, whose `records` these are, and where it goes. `parts` are fetched from
+    """The reads of ranks, whose `records` these are, and where they go. `parts` are fetched from
     their ranks, by rank; all of them go to one landing.
 
     Values and plain tensors are those of the first rank that has them. Distributed tensors are put

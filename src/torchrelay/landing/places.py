@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from bisect import bisect_left, bisect_right
 from typing import NamedTuple
 
+import numpy as np
 import torch
 
 from torchrelay.geometry.chunks import Chunks
@@ -60,8 +60,8 @@ def chunks_of(record: Record) -> Chunks:
 
 def named(record: Record, chunks: Chunks, start: int, stop: int) -> str:
     """Bytes [start, stop) of the stream, by the tensors they are of, for a message."""
-    first = max(bisect_right(chunks.starts, start) - 1, 0)
-    images = range(first, max(first + 1, bisect_left(chunks.starts, stop)))
+    first = max(int(np.searchsorted(chunks.places, start, side="right")) - 1, 0)
+    images = range(first, max(first + 1, int(np.searchsorted(chunks.places, stop))))
     leaves = LeafRows(record)
     paths = LeafPaths(leaves.tree)
     found = [
@@ -70,5 +70,5 @@ def named(record: Record, chunks: Chunks, start: int, stop: int) -> str:
         if index in paths and any(part.storage in images for part in parts(leaf))
     ]
     more = f" and {len(found) - _NAMED} more" if len(found) > _NAMED else ""
-    offset = start - chunks.starts[first] if first < len(chunks.starts) else start
+    offset = start - chunks.start_of(first) if record.images else start
     return f"{', '.join(found[:_NAMED])}{more} from byte {offset} on"
