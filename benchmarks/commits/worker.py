@@ -150,12 +150,14 @@ class Worker:
         found = _decoder()(data)
         if what == "decode":
             return time.process_time() - begun
-        prepare = import_module("torchrelay.landing.destination").prepare
+        destination = import_module("torchrelay.landing.destination")
+        prepare = getattr(destination, "prepare", None) or destination.PreparedDestination
         into = None if what == "new" else _zeros_like(state)
         begun = time.process_time()
         landing = land(found, into=None if into is None else prepare(into))
-        landing.places().host  # noqa: B018
-        landing.arrived()
+        if callable(landing.places):  # earlier commits make memory when it is asked for
+            landing.places().host  # noqa: B018
+            landing.arrived()
         landing.commit()
         return time.process_time() - begun
 

@@ -19,7 +19,7 @@ import torchrelay as tr
 from tests.support.ranks import RankPool
 from tests.support.records import rank_record
 from torchrelay.errors import CheckpointError, ManifestError, MismatchError
-from torchrelay.landing.gathering import plan_gather
+from torchrelay.landing.gathering import GatherPlan
 from torchrelay.plan.at_rest import describe
 from torchrelay.record.checks.record import check
 from torchrelay.record.encoding import decode, encode
@@ -70,7 +70,7 @@ def test_a_live_rank_whose_boxes_have_one_hash_costs_no_more_than_others() -> No
     data = encode(rank_record(boxes, shape))
     begun = time.process_time()
     with pytest.raises(MismatchError):
-        plan_gather({0: decode(data)})
+        GatherPlan({0: decode(data)})
     assert time.process_time() - begun < SECONDS
 
 

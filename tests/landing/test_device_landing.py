@@ -97,7 +97,7 @@ def test_nothing_is_written_before_the_commit_and_everything_by_it(
     request.getfixturevalue("on_device")
     into, means = made(2), ByAddress(able)
     landing = land(snapshot.record, into, workspace=means)
-    places = landing.places()
+    places = landing.places
     if by == "places":
         for there in (places.device, places.host):
             copy_one_by_one(moves(snapshot.stream.host, there))
@@ -114,7 +114,7 @@ def test_nothing_is_written_before_the_commit_and_everything_by_it(
 def test_every_byte_has_a_place_of_its_own_that_is_not_the_callers(on_device: None) -> None:
     into = made(2)
     snapshot, _ = sent(1)
-    places = land(snapshot.record, into, workspace=ByAddress()).places()
+    places = land(snapshot.record, into, workspace=ByAddress()).places
     mine = [(leaf.data_ptr(), leaf.nbytes) for leaf in flat(into) if isinstance(leaf, torch.Tensor)]
     rows = sorted(
         (int(low), int(low) + int(stop - start))
@@ -152,7 +152,7 @@ def test_views_of_one_image_may_go_to_plain_and_to_strided_tensors(
     into["strided"] = torch.zeros(16, dtype=torch.int64)[::2]
     landing = land(snapshot.record, into, LandingOptions(atomic=atomic), ByAddress())
     # Both tensors take bytes of one image, which is held for them.
-    assert not landing.places().live
+    assert not landing.live
     data = torch.empty(landing.chunks.sizes[0], dtype=torch.uint8)
     snapshot.read(0, data)
     landing.write(0, data)
@@ -162,7 +162,7 @@ def test_views_of_one_image_may_go_to_plain_and_to_strided_tensors(
 
 def test_device_memory_takes_the_bytes_of_tensors_and_no_padding(on_device: None) -> None:
     snapshot, _ = sent(1)
-    places = land(snapshot.record, made(2), workspace=ByAddress()).places()
+    places = land(snapshot.record, made(2), workspace=ByAddress()).places
     # What a sender exports has no padding: a chunk is copied on the device if both are the same.
     exported = snapshot.stream.device
     assert len(exported.starts)
@@ -185,7 +185,7 @@ def test_tied_tensors_are_held_on_their_device(
     ]
     for snapshot, into, state in zip(snapshots, intos, states, strict=True):
         landing = land(snapshot.record, into, LandingOptions(atomic=atomic), ByAddress())
-        assert landing.on_device and not len(landing.places().host.starts)
+        assert landing.on_device and not len(landing.places.host.starts)
         write_all(snapshot, landing)
         landing.commit()
         assert same(into, state)

@@ -19,8 +19,8 @@ from tests.support.records import rank_record
 from tests.support.rounds import rounds
 from torchrelay.errors import ManifestError, MismatchError, RelayError
 from torchrelay.geometry.boxes import Box, run_of
-from torchrelay.landing.destination import prepare
-from torchrelay.landing.gathering import GatherPlan, PartLanding, plan_gather
+from torchrelay.landing.destination import PreparedDestination
+from torchrelay.landing.gathering import GatherPlan, PartLanding
 from torchrelay.landing.options import LandingOptions
 from torchrelay.landing.seam import land
 from torchrelay.plan.gather.reads import _shared_out
@@ -72,7 +72,7 @@ class Ranks:
         self.served: dict[int, int] = {}
 
     def plan(self, into: Any = None, **options: Any) -> GatherPlan:
-        return plan_gather(self.records, into, LandingOptions(**options))
+        return GatherPlan(self.records, into, LandingOptions(**options))
 
     def fetch(self, rank: int, part: PartLanding, *, by_address: bool = False) -> None:
         """What a transport does, in chunks or by address."""
@@ -83,7 +83,7 @@ class Ranks:
         if by_address:
             everything = torch.zeros(given.chunks.stream_bytes, dtype=torch.uint8)
             given.stream.read(0, given.chunks.stream_bytes, everything)
-            places = part.places()
+            places = part.places
             assert not len(places.device.starts)
             places.host.scatter(0, given.chunks.stream_bytes, everything.data_ptr())
         else:
@@ -337,13 +337,13 @@ UPPER, LOWER = ((0, 0), (2, 4)), ((2, 0), (2, 4))
 
 def test_boxes_that_several_ranks_have_are_shared_out() -> None:
     records = {rank: rank_record([UPPER, LOWER]) for rank in (5, 9)}
-    parts = plan_gather(records).parts
+    parts = GatherPlan(records).parts
     assert {rank: part.chunks.nbytes for rank, part in parts.items()} == {5: 32, 9: 32}
 
 
 def test_a_rank_with_all_of_a_tensor_is_asked_for_it() -> None:
     whole = ((0, 0), (4, 4))
-    parts = plan_gather({0: rank_record([UPPER]), 1: rank_record([whole])}).parts
+    parts = GatherPlan({0: rank_record([UPPER]), 1: rank_record([whole])}).parts
     assert list(parts) == [1]
 
 
@@ -358,7 +358,7 @@ def test_a_rank_with_all_of_a_tensor_is_asked_for_it() -> None:
 )
 def test_parts_that_make_no_whole_are_refused(second: Any, words: str) -> None:
     with pytest.raises(MismatchError, match=words) as caught:
-        plan_gather({0: rank_record([UPPER]), 1: second})
+        GatherPlan({0: rank_record([UPPER]), 1: second})
     assert caught.value.path == "['w']"
 
 
@@ -455,7 +455,7 @@ def test_boxes_are_read_from_where_they_lie() -> None:
     data = torch.empty(part.chunks.stream_bytes, dtype=torch.uint8)
     part.stream.read(0, part.chunks.stream_bytes, data)
     wanted = (STATE["w"][1:], STATE["w"][:, 1:3], STATE["s"], STATE["w"], STATE["s"][2:, :1])
-    for at, tensor in zip(part.chunks.starts, wanted, strict=True):
+    for at, tensor in zip(part.chunks.places.tolist(), wanted, strict=True):
         found = data[at : at + tensor.nbytes].view(torch.float32)  # type: ignore[attr-defined]
         assert torch.equal(found.view(tensor.shape), tensor)  # type: ignore[attr-defined]
     assert len(part.stream.regions) == 3  # the others are runs of host memory
@@ -551,7 +551,7 @@ def test_mutants_of_a_rank_are_refused_or_can_be_gathered() -> None:
             continue
         into = {"w": torch.zeros(6, 4), "n": 0, "x": torch.zeros(3)} if number % 2 else None
         try:
-            plan = plan_gather({0: ranks.records[0], 1: record}, into, LandingOptions(strict=False))
+            plan = GatherPlan({0: ranks.records[0], 1: record}, into, LandingOptions(strict=False))
             for part in plan.parts.values():
                 for index, size in enumerate(part.chunks.sizes):
                     part.write(index, torch.zeros(size, dtype=torch.uint8))
@@ -617,17 +617,14 @@ def test_a_gather_of_many_tensors_costs_no_more_than_three_receives(in_place: bo
     into = many(count) if in_place else None
 
     def receive() -> None:
-        landing = land(record, None if into is None else prepare(into))
-        landing.places().host  # noqa: B018
-        landing.arrived()
+        landing = land(record, None if into is None else PreparedDestination(into))
         landing.commit()
 
     def gather() -> None:
-        plan = plan_gather({0: record}, None if into is None else prepare(into))
+        plan = GatherPlan({0: record}, None if into is None else PreparedDestination(into))
         for part in plan.parts.values():
             asked = decode_reads(encode_reads(part.asked), snapshot.record)
             SnapshotPart(snapshot, asked)
-            part.places().host  # noqa: B018
         plan.commit()
 
     plain, gathered = best(receive), best(gather)

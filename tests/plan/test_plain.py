@@ -15,7 +15,7 @@ import torchrelay as tr
 from tests.support.rounds import rounds
 from tests.support.states import assert_same
 from tests.support.trips import trip
-from torchrelay.landing.destination import prepare
+from torchrelay.landing.destination import PreparedDestination
 from torchrelay.plan.plain import PlainTensors, find_plain
 from torchrelay.plan.snapshot import capture
 from torchrelay.state import tensors
@@ -177,4 +177,4 @@ def test_a_nested_tensor_does_not_end_the_process() -> None:
     with pytest.raises(tr.errors.UnsupportedLeafError) as caught:
         capture(state)
     assert caught.value.path == "['7']"
-    assert 7 not in prepare(state).layout.plain.leaves
+    assert 7 not in PreparedDestination(state).layout.plain.leaves

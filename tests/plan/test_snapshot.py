@@ -15,7 +15,7 @@ from tests.support.rounds import rounds
 from tests.support.states import assert_same
 from tests.support.trips import trip
 from torchrelay.errors import UnsupportedLeafError
-from torchrelay.landing.destination import PreparedDestination, prepare, split
+from torchrelay.landing.destination import PreparedDestination, split
 from torchrelay.landing.options import LandingOptions
 from torchrelay.landing.pairing import Pairing
 from torchrelay.landing.seam import land
@@ -211,7 +211,7 @@ def one_by_one(
             odd = leaf.flags & (m.CONJ | m.NEG | m.META)
             same = (leaf.strides, leaf.shape, leaf.dtype) == (None, kind.shape, kind.dtype)
             if same and not odd:
-                at = chunks.starts[leaf.storage] + leaf.offset
+                at = chunks.start_of(leaf.storage) + leaf.offset
                 pieces.append((at, address, kind.nbytes, leaf.storage, here))
                 continue
         rest.append(pair)
@@ -224,12 +224,12 @@ def one_by_one(
 @settings(max_examples=rounds(80), deadline=None)
 def test_columns_are_split_as_leaves_one_by_one(names: list[str], offer: bool) -> None:
     source, into = (changed_state(names), build())[:: 1 if offer else -1]
-    snapshot, destination = capture(source), prepare(into)
+    snapshot, destination = capture(source), PreparedDestination(into)
     rows = LeafRows(snapshot.record)
     options = LandingOptions(strict=False)
     matched = Pairing(rows.tree, destination, options, lambda leaf: None).matched
     pieces, rest = one_by_one(matched.pairs, rows, destination, snapshot.chunks)
-    for pairs in (matched, Matched(matched.pairs, [], [])):
+    for pairs in (matched, Matched(matched.pairs)):
         straight, left = split(pairs, rows, destination.layout, snapshot.chunks)
         columns = [column.tolist() for column in straight[:5]]
         assert sorted(zip(*columns, strict=True)) == pieces
@@ -243,7 +243,7 @@ def test_a_landing_takes_what_was_prepared() -> None:
         leaf.zero_()
     for _ in range(2):
         snapshot = capture(source)
-        landing = land(snapshot.record, prepare(into))
+        landing = land(snapshot.record, PreparedDestination(into))
         for index, size in enumerate(snapshot.chunks.sizes):
             chunk = torch.empty(size, dtype=torch.uint8)
             snapshot.read(index, chunk)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 import dataclasses
 import enum
 import itertools
@@ -145,24 +146,22 @@ def test_chunks_hold_every_byte_once(sizes: list[int], chunk_bytes: int, small: 
     chunks = plan.Chunks(sizes, cut)
     assert sum(cut) == chunks.stream_bytes == sum(map(aligned, sizes))
     assert all(0 < size <= aligned(chunk_bytes) and size % ALIGN == 0 for size in cut)
-    seen: list[set[int]] = [set() for _ in sizes]
-    for index, size in enumerate(cut):
-        begin = chunks.offsets[index]
-        for storage, start, stop, at in chunks.within(begin, begin + size):
-            assert at >= 0 and at + stop - start <= size
-            assert at + chunks.offsets[index] == chunks.start_of(storage) + start
-            assert not seen[storage] & set(range(start, stop))
-            seen[storage] |= set(range(start, stop))
-    assert seen == [set(range(size)) for size in sizes]
+    ends = list(itertools.accumulate(cut))
+    assert chunks.offsets == [end - size for end, size in zip(ends, cut, strict=True)]
+    held = [0] * len(cut)
+    for image, size in enumerate(sizes):
+        start = chunks.start_of(image)
+        assert start == sum(map(aligned, sizes[:image])) and chunks.size_of(image) == size
+        for byte in range(start, start + size):
+            held[bisect.bisect_right(ends, byte)] += 1
+    assert chunks.held.tolist() == held
 
 
 def test_a_large_storage_has_chunks_of_its_own() -> None:
     sizes = [10, 20, 1000, 30]
     chunks = plan.Chunks(sizes, plan.cut(sizes, 256, small_bytes=500))
-    ends = [*chunks.offsets[1:], chunks.stream_bytes]
-    spans = zip(chunks.offsets, ends, strict=True)
-    owners = [{extent.image for extent in chunks.within(*span)} for span in spans]
-    assert owners == [{0, 1}, {2}, {2}, {2}, {2}, {3}]
+    assert chunks.sizes == (48, 256, 256, 256, 240, 32)
+    assert list(map(chunks.start_of, range(4))) == [0, 16, 48, 1056]
 
 
 def test_small_storages_come_first() -> None:

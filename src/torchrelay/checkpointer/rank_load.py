@@ -14,6 +14,7 @@ from dataclasses import replace
 from functools import cached_property, partial
 from typing import NamedTuple
 
+import numpy as np
 import torch
 
 from torchrelay.errors import ManifestError, MismatchError, StorageTimeoutError
@@ -108,9 +109,11 @@ class RankLoad:
 
     def _plan(self) -> None:
         """Which bytes go to new memory, and which to the caller's."""
-        for image, storage, offset in self._landing.held.all():
+        held = self._landing.held
+        for image in np.flatnonzero(held.marks).tolist():
             if image in self._lent:
                 continue
+            storage, offset = held.memory_of(image)
             portion = self._want(image, storage.nbytes() - offset)
             shard = portion.shard
             if shard is not None and storage.device.type == "cpu":

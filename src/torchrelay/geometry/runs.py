@@ -26,11 +26,14 @@ _move_short.restype = None
 
 
 class Runs:
-    """Where stretches of a stream lie. They are given in stream order and do not overlap there."""
+    """Where stretches of a stream lie, which do not overlap there. Kept in stream order."""
 
     def __init__(self, starts: Numbers, addresses: Numbers, sizes: Numbers) -> None:
         # Unsigned: an address may use all 64 bits, and numpy has no common integer for both kinds.
         begin, address, nbytes = (np.asarray(x, np.uint64) for x in (starts, addresses, sizes))
+        if (begin[1:] < begin[:-1]).any():
+            order = np.argsort(begin, kind="stable")
+            begin, address, nbytes = begin[order], address[order], nbytes[order]
         end = begin + nbytes
         apart = (begin[1:] != end[:-1]) | (address[1:] != (address + nbytes)[:-1])
         first = np.ones(len(begin), dtype=bool)
@@ -51,20 +54,12 @@ class Runs:
             np.concatenate([getattr(runs, name) for runs in several])
             for name in ("starts", "stops", "addresses")
         )
-        order = np.argsort(starts)
-        return cls(starts[order], addresses[order], (stops - starts)[order])
+        return cls(starts, addresses, stops - starts)
 
     @classmethod
     def of(cls, rows: Sequence[tuple[int, int, int]]) -> Runs:
-        """Stretches in any order, each with its position, address and bytes."""
-        return cls.unordered(*np.array(rows, np.uint64).reshape(-1, 3).T)
-
-    @classmethod
-    def unordered(cls, starts: Numbers, addresses: Numbers, sizes: Numbers) -> Runs:
-        """The same in columns."""
-        columns = [np.asarray(x, np.uint64) for x in (starts, addresses, sizes)]
-        order = np.argsort(columns[0], kind="stable")
-        return cls(*(column[order] for column in columns))
+        """Stretches, each with its position, address and bytes."""
+        return cls(*np.array(rows, np.uint64).reshape(-1, 3).T)
 
     @property
     def stretches(self) -> Runs:
@@ -134,7 +129,7 @@ class Runs:
         addresses = self.addresses[some] + (positions - self.starts[some])
         return positions, addresses, np.minimum(self.stops[some], high) - positions
 
-    def facing(self, other: Runs) -> Runs:
+    def _facing(self, other: Runs) -> Runs:
         """The parts of the runs between the first and the last byte of another."""
         if not len(other.starts):
             return other
@@ -145,9 +140,6 @@ class Runs:
 
     def gather(self, start: int, stop: int, buffer: int, copy: Copy | None = None) -> None:
         """Copy what the runs have of [start, stop) to the address `buffer` of byte `start`."""
-        if copy is None and (address := self.whole(start, stop)) is not None:
-            _move(buffer, address, stop - start)
-            return
         positions, addresses, nbytes = self.between(start, stop)
         there = positions - np.uint64(start) + np.uint64(buffer)
         (copy or copy_one_by_one)(Moves(positions, addresses, there, nbytes))
@@ -198,19 +190,10 @@ class Moves(NamedTuple):
 
 def moves(sources: Runs, destinations: Runs) -> Moves:
     """The copies from one to the other, of the bytes that both have."""
-    theirs, ours = sources, destinations
-    if not len(theirs.starts) or not len(ours.starts):
-        none = np.zeros(0, np.uint64)
-        return Moves(none, none, none, none)
+    theirs, ours = sources._facing(destinations), destinations._facing(sources)
     if np.array_equal(theirs.starts, ours.starts) and np.array_equal(theirs.stops, ours.stops):
         # Cut alike on both sides: the common case where there are many.
         return Moves(theirs.starts, theirs.addresses, ours.addresses, ours.stops - ours.starts)
-    for one, many in ((ours, theirs), (theirs, ours)):
-        if len(one.starts) == 1:
-            at, addresses, nbytes = many.between(int(one.starts[0]), int(one.stops[0]))
-            there = one.addresses[0] + (at - one.starts[0])
-            source, destination = (addresses, there) if one is ours else (there, addresses)
-            return Moves(at, source, destination, nbytes)
     # Four ascending columns: a sort that finds that out is done with them at once.
     edges = np.concatenate((theirs.starts, theirs.stops, ours.starts, ours.stops))
     edges.sort(kind="stable")

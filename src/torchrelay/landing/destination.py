@@ -1,12 +1,11 @@
 """A destination looked over before anything is offered for it.
 
-A receiver waits for a record anyway. Meanwhile `prepare` inspects its own tensors, and `land`
-takes the result instead of the destination itself.
+A receiver waits for a record anyway. Meanwhile it inspects its own tensors, and `land` takes the
+result instead of the destination itself.
 """
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
@@ -23,47 +22,32 @@ from torchrelay.record.pause import gc_paused
 from torchrelay.record.rows import LeafRows, Marks
 from torchrelay.record.schema import MeshSharding
 from torchrelay.state.matching import Matched
-from torchrelay.state.objects import Objects, flatten_objects
+from torchrelay.state.objects import flatten_objects
 from torchrelay.state.paths import Path
-from torchrelay.state.tree import Flat, inside_records
 
-JUST_NOW = 0.1  # seconds: what was looked at so lately is not looked at again
 Indices = np.ndarray[Any, np.dtype[np.intp]]
 
 
 class PreparedDestination:
-    """The result of `prepare`. Until the end of the landing the caller must not change containers:
-    an object that is put in a slot meanwhile is not seen. A tensor with new memory is noticed.
+    """What `land(record, into=PreparedDestination(into))` takes. Until the end of the landing the
+    caller must not change containers: an object that is put in a slot meanwhile is not seen. A
+    tensor with new memory is noticed.
 
-    It keeps the destination alive.
+    It keeps the destination alive. `UnsupportedLeafError` for a container that cannot be filled.
     """
 
-    def __init__(self, into: object, objects: Objects, flat: Flat, layout: PlainLayout) -> None:
+    @gc_paused()
+    def __init__(self, into: object) -> None:
         self.into = into
-        self.objects = objects
-        self.flat = flat
-        self.layout = layout
-        self.inside_records = inside_records(flat.tree)  # the leaves that these are made of
-        self._looked_at = time.monotonic()
+        self.flat, self.objects = flatten_objects(into)
+        self.layout = PlainLayout(self.flat)
 
     @property
     def moved(self) -> bool:
-        """Whether a plain tensor no longer lies where it did, if there was time for that."""
-        if time.monotonic() < self._looked_at + JUST_NOW:
-            return False
+        """Whether a plain tensor no longer lies where it did."""
         plain = self.layout.plain
         tensors = self.layout.sharded.local_leaves(self.flat.leaves, now=True)
         return not plain.lie_in_place(plain.of(tensors))
-
-
-def prepare(into: object) -> PreparedDestination:
-    """Look a destination over, for `land(record, into=prepare(into))`.
-
-    `UnsupportedLeafError` for a container that cannot be filled.
-    """
-    with gc_paused():
-        flat, objects = flatten_objects(into)
-        return PreparedDestination(into, objects, flat, PlainLayout(flat))
 
 
 Pair = tuple[int, Path, int]
@@ -133,7 +117,6 @@ class Straight(NamedTuple):
 
 
 _ODD = m.CONJ | m.NEG | m.META
-_FEW_KINDS = 1 << 16  # combinations of kinds for which a table is small
 
 
 def split(
@@ -207,13 +190,7 @@ def _fitting(layout: PlainLayout, here: Indices, rows: LeafRows, there: Indices)
     count, images = len(record.kinds), len(record.image_kinds)
     offered = rows.kinds[there] * images + record.image_kind[rows.images[there]]
     combined = layout.kinds[here] * (count * images) + offered
-    if (most := int(combined.max())) < _FEW_KINDS:  # faster than sorting
-        found = np.flatnonzero(np.bincount(combined))
-        table = np.zeros(most + 1, np.intp)
-        table[found] = np.arange(len(found))
-        combined = table[combined]
-    else:
-        found, combined = np.unique(combined, return_inverse=True)
+    found, combined = np.unique(combined, return_inverse=True)
     same: Marks = np.zeros(len(found), bool)
     for place, number in enumerate(found.tolist()):
         mine, rest = divmod(number, count * images)

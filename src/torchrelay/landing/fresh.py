@@ -6,9 +6,8 @@ never keeps the memory of another.
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Callable, Iterator, Sequence
-from functools import cached_property, partial
+from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import pairwise, repeat
 from typing import Any
 
@@ -21,24 +20,22 @@ from torchrelay.geometry.runs import Runs
 from torchrelay.landing.checks.shards import check_shards
 from torchrelay.landing.commit.ending import StateLanding
 from torchrelay.landing.held import HeldImages
-from torchrelay.landing.leaves import check_leaf, check_records, make_leaf, without_bytes
+from torchrelay.landing.leaves import check_records, make_leaf, without_bytes
 from torchrelay.landing.options import LandingOptions
-from torchrelay.landing.places import Landed, Places, chunks_of
+from torchrelay.landing.places import Landed, chunks_of
 from torchrelay.landing.workspace import LARGE_BYTES, Workspace, allocate
+from torchrelay.plan.region import Stream
 from torchrelay.record import manifest as m
 from torchrelay.record.manifest import parts
 from torchrelay.record.pause import gc_paused
 from torchrelay.record.rows import LeafRows, Marks
 from torchrelay.record.schema import Record
 from torchrelay.state import tensors as t
-from torchrelay.state.leaves import is_plain
-from torchrelay.state.paths import LeafPaths
-from torchrelay.state.tree import check_types, has_records, unflatten
+from torchrelay.state.leaves import check_buildable, is_plain
+from torchrelay.state.paths import LeafPaths, Path, naming
+from torchrelay.state.tree import check_types, unflatten
 
-_data_ptr = torch.Tensor.data_ptr
 _HOST = torch.device("cpu")
-_NOT_YET = object()
-_PART = 2048  # storages that are made at a time
 _MANY = 256  # leaves that are asked for one by one
 _NONE, _SEVERAL = -1, -1  # no tensor is all of a storage; several leaves have an image
 
@@ -59,73 +56,66 @@ class NewTensors(StateLanding):
     ) -> None:
         self.record = record
         self._rows = rows = LeafRows(record)
-        check_types(rows.tree)
-        check_records(rows.tree, rows)
         self._options = options
         self._copy = partial(workspace.copy, alone=False)
-        self.chunks = chunks_of(record)
-        self._ready: list[object] = [None] * len(rows)
-        self._storages = _NewStorages(record)
-        owner, hosted = self._owners()
+        self.chunks = chunks = chunks_of(record)
+        self._check()
+        self._storages = storages = _NewStorages(record)
         # The device of each storage is that of its first image.
         self._devices = [place_for(kind, options.device) for kind in record.devices] + [_HOST]
-        self._where: Numbers = record.image_devices[self._storages.firsts]
-        self._where[self._storages.numbers[list(hosted)]] = len(record.devices)
-        self._far: Marks = np.array([one != _HOST for one in self._devices], bool)[self._where]
-        self._buffers = self._large(filled, workspace)
-        self._kinds = self._kind_of_each(owner)
-        self._owner = owner
-        self._held = held = HeldImages(self.chunks)
-        firsts, held.numbers = self._storages.firsts, self._storages.numbers
-        held.offsets = self.chunks.places - self.chunks.places[firsts[held.numbers]]
-        # By a proxy: a landing that is given up goes at once, and its memory with it.
-        coming = NewTensors._make_some(weakref.proxy(self))
-        self._places = Places(coming, making=len(firsts) > _PART)
-        if self._far.any():
-            host = [self._places.host]
-            self._places = Places(host, held.runs(far=True), held.far_bytes)
+        self._where: Numbers = record.image_devices[storages.firsts]
+        arrays = [
+            x.storage for x in rows.others.values() if isinstance(x, m.ArrayLeaf) and x.nbytes
+        ]
+        self._where[storages.numbers[arrays]] = len(record.devices)
+        far: Marks = np.array([one != _HOST for one in self._devices], bool)[self._where]
+        self._buffers = self._large(np.flatnonzero(~far), filled, workspace)
+        self._owner = self._owners()
+        self._kinds = self._kind_of_each()
+        self._ready: list[object] = [None] * len(rows)
+        self.held = held = HeldImages(chunks)
+        held.memory, held.far, held.numbers = self._made(), far.tolist(), storages.numbers
+        starts = chunks.places[storages.firsts]
+        held.offsets = chunks.places - starts[held.numbers]
+        near = ~far & (storages.sizes > 0)
+        addresses = held.addresses(storages.firsts[near])
+        host = Runs(starts[near], addresses, storages.sizes[near].astype(np.uint64))
+        self.places = Stream(host, [], chunks.stream_bytes, held.runs(far=True), held.far_bytes)
 
-    def _owners(self) -> tuple[Numbers, set[int]]:
-        """The row that each image is of, if it is of one alone; images of arrays."""
+    def _check(self) -> None:
+        """Whether this process can make the leaves, and parts of distributed ones are its own;
+        each kind of tensors once."""
         rows, record = self._rows, self.record
-        for number, kind in enumerate(record.kinds):
-            if kind.dtype not in t.DTYPES:
-                for row in np.flatnonzero(rows.kinds == number)[:1].tolist():
-                    check_leaf(rows.row(row), self._paths[int(rows.leaves[row])])
-        self._check_shards()
-        owners: Numbers = np.full(record.images, _SEVERAL, np.int64)
-        owners[rows.images] = np.arange(len(rows.images))
-        if not (rows.images[1:] > rows.images[:-1]).all():  # ascending ones are different
-            owners[np.bincount(rows.images, minlength=len(owners)) > 1] = _SEVERAL
-        hosted = set()
-        for index, leaf in rows.others.items():
-            if is_plain(leaf):
-                continue
-            check_leaf(leaf, self._paths[index])
-            check_shards(leaf, self._paths[index], self._options.shards)
-            for part in parts(leaf):
-                if part.storage >= 0:
-                    owners[part.storage] = _SEVERAL
-                    if isinstance(leaf, m.ArrayLeaf):
-                        hosted.add(part.storage)
-        return owners, hosted
-
-    def _check_shards(self) -> None:
-        """Whether parts of distributed tensors are this rank's; each kind of them once."""
-        rows = self._rows
-        if not rows.is_sharded.any():
-            return
-        some = np.flatnonzero(rows.is_sharded)
-        count = len(self.record.image_kinds)
-        kinds = rows.kinds[some] * count + self.record.image_kind[rows.images[some]]
+        check_types(rows.tree)
+        check_records(rows.tree, rows)
+        kinds = rows.kinds * len(record.image_kinds) + record.image_kind[rows.images]
         _, firsts = np.unique(kinds, return_index=True)
-        for row in some[firsts].tolist():
-            path = self._paths[int(rows.leaves[row])]
-            check_shards(rows.row(row), path, self._options.shards)
+        alike = [(int(rows.leaves[row]), rows.row(row)) for row in firsts.tolist()]
+        for index, leaf in (*alike, *rows.others.items()):
+            if not is_plain(leaf):
+                with naming(self._path(index)):
+                    check_buildable(leaf)
+                    check_shards(leaf, self._options.shards)
 
-    def _large(self, filled: Filled | None, workspace: Workspace) -> dict[int, torch.Tensor]:
+    def _path(self, index: int) -> Callable[[], Path]:
+        return lambda: LeafPaths(self._rows.tree)[index]
+
+    def _owners(self) -> Numbers:
+        """The row that each image is of, if it is of one alone."""
+        rows, images = self._rows, self.record.images
+        owners: Numbers = np.full(images, _SEVERAL, np.int64)
+        owners[rows.images] = np.arange(len(rows.images))
+        owners[np.bincount(rows.images, minlength=images) > 1] = _SEVERAL
+        others = [part.storage for leaf in rows.others.values() for part in parts(leaf)]
+        owners[[image for image in others if image >= 0]] = _SEVERAL
+        return owners
+
+    def _large(
+        self, near: Numbers, filled: Filled | None, workspace: Workspace
+    ) -> dict[int, torch.Tensor]:
+        """Memory for large storages of the host."""
         sizes = self._storages.sizes
-        large = np.flatnonzero((sizes >= LARGE_BYTES) & ~self._far).tolist()
+        large = near[sizes[near] >= LARGE_BYTES].tolist()
         ready: dict[int, torch.Tensor] = {}
         for home in large:
             room = None if filled is None else filled(int(self._storages.firsts[home]))
@@ -134,44 +124,7 @@ class NewTensors(StateLanding):
         empty = [home for home in large if home not in ready]
         return {**ready, **dict(zip(empty, workspace.buffers(sizes[empty].tolist()), strict=True))}
 
-    def _make_some(self) -> Iterator[Runs]:
-        """Make storages, some at a time; gives those in host memory."""
-        firsts, sizes = self._storages.firsts, self._storages.sizes
-        for low in range(0, len(firsts), _PART):
-            high = min(low + _PART, len(firsts))
-            addresses = np.array(self._make(low, high), np.uint64)
-            host = np.flatnonzero(addresses)
-            starts = self.chunks.places[firsts[low:high][host]]
-            yield Runs(starts, addresses[host], sizes[low:high][host].astype(np.uint64))
-
-    @property
-    def held(self) -> HeldImages:
-        """Complete: what is left to make is made."""
-        self._places.host  # noqa: B018
-        return self._held
-
-    def _make(self, low: int, high: int) -> list[int]:
-        """Make these storages. The address of each, 0 for those on devices."""
-        both = self._kinds[low:high] * len(self._devices) + self._where[low:high]
-        ends = low + 1 + np.flatnonzero(np.diff(both))
-        addresses: list[int] = []
-        for start, stop in pairwise([low, *ends.tolist(), high]):
-            device, far = self._devices[int(self._where[start])], bool(self._far[start])
-            if self._kinds[start] >= 0:
-                made = self._tensors(start, stop, device)
-            else:
-                made = [
-                    self._buffers[home]
-                    if home in self._buffers
-                    else allocate(int(self._storages.sizes[home]), device)
-                    for home in range(start, stop)
-                ]
-            self._held.memory += made
-            self._held.far += [far] * len(made)
-            addresses += [0] * len(made) if far else map(_data_ptr, made)
-        return addresses
-
-    def _kind_of_each(self, owner: Numbers) -> Numbers:
+    def _kind_of_each(self) -> Numbers:
         """A number for the kinds of leaf and image of each storage that is one tensor; -1 where it
         takes a view to make a leaf of it.
 
@@ -182,12 +135,27 @@ class NewTensors(StateLanding):
             return np.full(len(firsts), _NONE, np.int64)
         plain = np.array([not kind.flags & (m.CONJ | m.NEG) for kind in record.kinds], bool)
         straight = np.array([kind.strides is None for kind in record.image_kinds], bool)
-        row = np.maximum(owner[firsts], 0)
+        row = np.maximum(self._owner[firsts], 0)
         kinds, images = rows.kinds[row], record.image_kind[firsts]
-        fine = (owner[firsts] >= 0) & self._storages.alone & rows.is_image[row]
+        fine = (self._owner[firsts] >= 0) & self._storages.alone & rows.is_image[row]
         fine &= plain[kinds] & straight[images]
         fine[list(self._buffers)] = False
         return np.where(fine, kinds * len(straight) + images, _NONE)
+
+    def _made(self) -> list[torch.Tensor]:
+        """The memory of every storage."""
+        made: list[torch.Tensor] = []
+        both = self._kinds * len(self._devices) + self._where
+        starts = np.flatnonzero(np.diff(both, prepend=both[:1] - 1))
+        for start, stop in pairwise([*starts.tolist(), len(both)]):
+            device = self._devices[int(self._where[start])]
+            if self._kinds[start] != _NONE:
+                made += self._tensors(start, stop, device)
+                continue
+            for home, nbytes in enumerate(self._storages.sizes[start:stop].tolist(), start):
+                buffer = self._buffers.get(home)
+                made.append(allocate(nbytes, device) if buffer is None else buffer)
+        return made
 
     def _tensors(self, start: int, stop: int, device: Any) -> list[torch.Tensor]:
         """The tensors of storages [start, stop), which are all of one kind: made together they take
@@ -209,49 +177,24 @@ class NewTensors(StateLanding):
                 self._ready[index] = tensor
         return tensors
 
-    @cached_property
-    def _paths(self) -> LeafPaths:
-        return LeafPaths(self._rows.tree)
-
-    def arrived(self) -> None:
-        with gc_paused():
-            self._state  # noqa: B018
-
-    @cached_property
-    def _state(self) -> Any:
-        """The state, where no byte of it has a say in what it is made of."""
-        self._places.host  # noqa: B018
-        # Tensors are not to be compared with None.
-        if type(None) in set(map(type, self._ready)) or has_records(self._rows.tree):
-            return _NOT_YET
-        return unflatten(self._rows.tree, self._ready)
-
+    @gc_paused()
     def make(self) -> None:
-        with gc_paused():
-            state = self._state
-            self._landed = Landed(self._built() if state is _NOT_YET else state, [], [])
-
-    def finish(self) -> Landed:
-        return self._landed
-
-    def _built(self) -> object:
-        leaves = self._ready
+        leaves, tree, rank = self._ready, self._rows.tree, self._options.rank
         missing = [index for index, leaf in enumerate(leaves) if leaf is None]
         records: Sequence[m.Leaf] = self._rows
         if len(missing) > _MANY:
             records = list(records)  # all at once are cheaper than one by one
         for index in missing:
-            path = self._paths[index]
-            leaves[index] = make_leaf(records[index], path, self._part, self._options.rank)
-        return unflatten(self._rows.tree, leaves)
+            leaves[index] = make_leaf(records[index], self._path(index), self._part, rank)
+        self._landed = Landed(unflatten(tree, leaves), [], [])
+
+    def finish(self) -> Landed:
+        return self._landed
 
     def _part(self, part: m.TensorLeaf) -> torch.Tensor:
         if part.storage < 0:
             return without_bytes(part, self._place_of_empty(part.flags))
-        number = int(self._held.numbers[part.storage])
-        if self._kinds[number] != _NONE:
-            return t.with_flags(self._held.memory[number], part.flags)
-        return self._held.part(part)
+        return self.held.part(part)
 
     def _place_of_empty(self, flags: int) -> torch.device | str:
         if flags & m.META:

@@ -1,6 +1,6 @@
 """A state put together of what several ranks have: one landing, and the parts that fill it.
 
-`plan_gather` works everything out that depends on the records and the destination. Each part is a
+`GatherPlan` works everything out that depends on the records and the destination. Each part is a
 stream of its own: a transport asks its rank for `asked`, and writes what comes to the part as to
 any landing. When all parts have arrived and hold, `commit` makes them the state.
 """
@@ -22,12 +22,12 @@ from torchrelay.geometry.strides import contiguous_strides
 from torchrelay.landing.commit.ending import StateLanding
 from torchrelay.landing.held import HeldImages
 from torchrelay.landing.options import LandingOptions
-from torchrelay.landing.places import Landed, Landing, Places
+from torchrelay.landing.places import Landed, Landing
 from torchrelay.landing.seam import land_share
 from torchrelay.landing.workspace import Workspace
 from torchrelay.plan.gather.reads import SCATTERED, GatherReads, RankReads
 from torchrelay.plan.gather.union import Union
-from torchrelay.plan.region import copy_boxes
+from torchrelay.plan.region import Stream, copy_boxes
 from torchrelay.plan.share.rank_share import RankShare
 from torchrelay.record.dtypes import itemsize
 from torchrelay.record.pause import gc_paused
@@ -37,49 +37,37 @@ from torchrelay.state import tensors as t
 from torchrelay.state.local_parts import cut
 
 
-def plan_gather(
-    records: Mapping[int, Record],
-    into: object = None,
-    options: LandingOptions | None = None,
-    workspace: Workspace | None = None,
-    *,
-    chunk_bytes: int | None = None,
-) -> GatherPlan:
-    """Plan what is read of ranks, whose records these are, and where it goes.
+class GatherPlan:
+    """The reads of ranks, whose `records` these are, and where they go. `parts` are fetched from
+    their ranks, by rank; all of them go to one landing.
 
     Values and plain tensors are those of the first rank that has them. Distributed tensors are put
     together of the boxes that ranks have, each taken from one of them. `into` and `options` are as
     for `land`, but that the state is always staged, and new tensors go to the host by default.
     `MismatchError` where the ranks do not have all of a tensor, do not agree on what it is, or the
     destination does not fit.
-    """
-    options = options or LandingOptions()
-    device = options.device or torch.device("cpu")
-    options = replace(options, device=device, atomic=True, unstaged=False)
-    with gc_paused():
-        return GatherPlan(records, into, options, workspace or Workspace(), chunk_bytes)
-
-
-class GatherPlan:
-    """`parts` are fetched from their ranks, by rank; all of them go to one landing.
 
     Parts may be filled at the same time, on several threads; `without` and `commit` come after.
     """
 
+    @gc_paused()
     def __init__(
         self,
         records: Mapping[int, Record],
-        into: object,
-        options: LandingOptions,
-        workspace: Workspace,
-        chunk_bytes: int | None,
+        into: object = None,
+        options: LandingOptions | None = None,
+        workspace: Workspace | None = None,
+        *,
+        chunk_bytes: int | None = None,
     ) -> None:
+        options = options or LandingOptions()
+        device = options.device or torch.device("cpu")
+        self._options = replace(options, device=device, atomic=True, unstaged=False)
         self._records, self._into = records, into
-        self._options, self._workspace = options, workspace
-        self._chunk_bytes = chunk_bytes
+        self._workspace, self._chunk_bytes = workspace or Workspace(), chunk_bytes
         self._union = Union(records)
         self._share = RankShare(self._union.rows)
-        self._landing = land_share(self._share, into, options, workspace)
+        self._landing = land_share(self._share, into, self._options, self._workspace)
         self._lost: set[int] = set()
         self._all: list[PartLanding] = []
         self.parts = self._asked()
@@ -136,10 +124,8 @@ class GatherPlan:
         joined = self._union.joined
         homes = {joined.ranks[home.members[0]] for home in joined.homes}
         if lost & homes:
-            with gc_paused():
-                return GatherPlan(
-                    left, self._into, self._options, self._workspace, self._chunk_bytes
-                )
+            how = (self._into, self._options, self._workspace)
+            return GatherPlan(left, *how, chunk_bytes=self._chunk_bytes)
         gone = [part for part in self._all if part.rank in lost]
         self._all = [part for part in self._all if part.rank not in lost]
         self._records, self._lost = left, self._lost | lost
@@ -157,7 +143,6 @@ class GatherPlan:
                 raise MismatchError(
                     "tied to another tensor here, and another value is offered for it", path=path
                 )
-        self._landing.arrived()
         return self._landing.commit()
 
 
@@ -192,11 +177,7 @@ class PartLanding(Landing):
         far = np.array(held.far, bool)[held.numbers[reads.share]] & ~scattered
         host, device = (Runs(*(column[some] for column in columns)) for some in (~far, far))
         memory = partial(_far_memory, held, reads.some(far), self.chunks.places[far])
-        self._places = Places([host], device, memory)
-
-    def commit(self) -> Landed:
-        """The part is here; what it is part of is made by `GatherPlan.commit`."""
-        return Landed(None, [], [])
+        self.places = Stream(host, [], self.chunks.stream_bytes, device, memory)
 
     def put_boxes(self) -> None:
         """Put the elements that waited in their places."""
@@ -218,7 +199,7 @@ class PartLanding(Landing):
         """The elements of an image that is a box of a tensor, as whole numbers."""
         kind = self._landing.record.kind_of_image(image)
         sizes = kind.boxes[0][1]
-        _, storage, offset = self._landing.held.memory_of(image)
+        storage, offset = self._landing.held.memory_of(image)
         return t.raw(storage, offset, itemsize(kind.dtype), sizes, contiguous_strides(sizes))
 
 

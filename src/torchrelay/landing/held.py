@@ -3,8 +3,7 @@ is going to keep."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -21,14 +20,6 @@ from torchrelay.state import tensors as t
 _NOWHERE = -1
 
 
-class ImageMemory(NamedTuple):
-    """Where an image lies: from byte `offset` of a storage on."""
-
-    image: int
-    storage: torch.UntypedStorage
-    offset: int
-
-
 class HeldImages:
     """`memory` has pieces of memory, and `far` whether each is on a device. `numbers` has the piece
     that each image lies in, or -1, and `offsets` the byte there."""
@@ -37,7 +28,6 @@ class HeldImages:
         self._chunks = chunks
         self.memory: list[torch.Tensor] = []
         self.far: list[bool] = []
-        self._bases: Column = np.zeros(0, np.uint64)
         self.numbers: Numbers = np.full(len(chunks.image_bytes), _NOWHERE, np.int64)
         self.offsets: Column = np.zeros(len(chunks.image_bytes), np.uint64)
 
@@ -66,9 +56,8 @@ class HeldImages:
 
     def addresses(self, images: Numbers) -> Column:
         """Where images lie that are held."""
-        if len(self._bases) < len(self.memory):
-            self._bases = np.array([*map(torch.Tensor.data_ptr, self.memory)], np.uint64)
-        found: Column = self._bases[self.numbers[images]] + self.offsets[images]
+        bases = np.array([*map(torch.Tensor.data_ptr, self.memory)], np.uint64)
+        found: Column = bases[self.numbers[images]] + self.offsets[images]
         return found
 
     def _images(self, *, far: bool) -> Numbers:
@@ -93,19 +82,16 @@ class HeldImages:
         images = self._images(far=True).tolist()
         return [(self._chunks.start_of(image), self.bytes(image)) for image in images]
 
-    def all(self) -> Iterator[ImageMemory]:
-        for image in np.flatnonzero(self.marks).tolist():
-            yield self.memory_of(image)
-
-    def memory_of(self, image: int) -> ImageMemory:
+    def memory_of(self, image: int) -> tuple[torch.UntypedStorage, int]:
+        """Where an image lies: a storage, and the byte there."""
         storage = self.memory[int(self.numbers[image])].untyped_storage()
-        return ImageMemory(image, storage, int(self.offsets[image]))
+        return storage, int(self.offsets[image])
 
     def bytes(self, image: int) -> torch.Tensor:
-        _, storage, offset = self.memory_of(image)
+        storage, offset = self.memory_of(image)
         return t.flat_bytes(storage, offset, self._chunks.size_of(image))
 
     def part(self, part: m.TensorLeaf) -> torch.Tensor:
         """A tensor over an image."""
-        _, storage, offset = self.memory_of(part.storage)
+        storage, offset = self.memory_of(part.storage)
         return t.over_storage(storage, offset + part.offset, part, strides_of(part))

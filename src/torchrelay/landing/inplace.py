@@ -8,9 +8,9 @@ their elements from images that are held.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import suppress
-from functools import cached_property, partial
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -27,7 +27,6 @@ from torchrelay.landing.commit.handover import Handover
 from torchrelay.landing.destination import Pair, Straight, split
 from torchrelay.landing.held import HeldImages
 from torchrelay.landing.leaves import (
-    check_leaf,
     check_records,
     copy_late,
     make_leaf,
@@ -37,16 +36,17 @@ from torchrelay.landing.leaves import (
 from torchrelay.landing.missing import MadeLeaves
 from torchrelay.landing.options import LandingOptions
 from torchrelay.landing.pairing import Pairing
-from torchrelay.landing.places import Landed, OwnTensor, Places, chunks_of
+from torchrelay.landing.places import Landed, chunks_of
 from torchrelay.landing.workspace import Workspace
+from torchrelay.plan.region import Stream
 from torchrelay.record import manifest as m
 from torchrelay.record.manifest import parts
 from torchrelay.record.pause import gc_paused
 from torchrelay.record.rows import LeafRows, Marks
 from torchrelay.record.schema import Record
 from torchrelay.state import tensors as t
-from torchrelay.state.leaves import build
-from torchrelay.state.paths import LeafPaths, Path
+from torchrelay.state.leaves import build, check_buildable
+from torchrelay.state.paths import LeafPaths, Path, naming
 from torchrelay.state.tree import grafted, inside_records, unflatten
 
 
@@ -86,8 +86,7 @@ class ExistingTensors(StateLanding):
                 if index not in self._mine and index not in self._new.paths:
                     self._new.add(index, paths[index])
         # Registered types are made before anything is written: of bytes that are held back.
-        one_tree = matched.tree is not None
-        inside = into.inside_records if one_tree else inside_records(rows.tree)
+        inside = inside_records(rows.tree)
         self._inside = matched.some(inside) if inside else []
         if inside:
             wanted = {index for index, _, _ in self._inside} | self._new.paths.keys()
@@ -101,23 +100,21 @@ class ExistingTensors(StateLanding):
             fits = self._fits(matched.pairs)
         check_ties(fits, self.chunks)
         self._table = self._placed(plain, fits)
-        self._held = HeldImages(self.chunks)
+        self.held = HeldImages(self.chunks)
         self._take_memory(compared, () if options.staged else late)
-        straight = self._table.some(~self._held.marks[self._table.image])
+        straight = self._table.some(~self.held.marks[self._table.image])
         far = straight.some(~straight.on_host)
         near = straight.some(straight.on_host)
         self._straight = straight
-        self._places = Places(
-            [Runs.merged(self._held.runs(far=False), near.runs)],
-            Runs.merged(self._held.runs(far=True), far.runs),
+        self.live = bool(len(straight.image))
+        self.places = Stream(
+            Runs.merged(self.held.runs(far=False), near.runs),
+            [],
+            self.chunks.stream_bytes,
+            Runs.merged(self.held.runs(far=True), far.runs),
             # Nothing here refers to the landing: one that is given up goes at once.
-            partial(_far_memory, self._held, far, self._tensors),
-            live=bool(len(straight.image)),
+            partial(_far_memory, self.held, far, self._tensors),
         )
-
-    @property
-    def held(self) -> HeldImages:
-        return self._held
 
     def _fits(self, pairs: list[Pair]) -> list[Found]:
         fits: list[Found] = []
@@ -128,7 +125,8 @@ class ExistingTensors(StateLanding):
             if isinstance(leaf, (m.ValueLeaf, m.SizeLeaf)) or (
                 isinstance(leaf, m.ArrayLeaf) and leaf.scalar
             ):
-                check_leaf(leaf, path)
+                with naming(path):
+                    check_buildable(leaf)
                 self._values[here] = index, path
         return fits
 
@@ -177,7 +175,7 @@ class ExistingTensors(StateLanding):
     # Memory for the images that are held until `commit`.
 
     def _take_memory(self, compared: Set[int], late: Iterable[int]) -> None:
-        table, held, workspace = self._table, self._held, self._workspace
+        table, held, workspace = self._table, self.held, self._workspace
         filled, near = (np.zeros(self.record.images, bool) for _ in range(2))
         filled[table.image] = True
         near[list(compared)] = True
@@ -219,10 +217,10 @@ class ExistingTensors(StateLanding):
             marks[table.image[table.gpu != number]] = False
             yield device_of(number), np.flatnonzero(marks & ~near)
 
-    def own(self) -> Iterator[OwnTensor]:
+    def own(self) -> Iterator[tuple[int, torch.Tensor]]:
         columns = self._straight.image.tolist(), self._straight.leaf.tolist()
         for image, number in zip(*columns, strict=True):
-            yield OwnTensor(image, self._tensors[number])
+            yield image, self._tensors[number]
 
     # The end
 
@@ -255,13 +253,13 @@ class ExistingTensors(StateLanding):
             self._around(inside)
 
     def _held_part(self, part: m.TensorLeaf) -> torch.Tensor:
-        return without_bytes(part) if part.storage < 0 else self._held.part(part)
+        return without_bytes(part) if part.storage < 0 else self.held.part(part)
 
     def _owned_part(self, part: m.TensorLeaf) -> torch.Tensor:
         """A tensor over an image in memory of its own, which the caller may keep."""
         image = part.storage
         if image >= 0 and image not in self._kept:
-            self._held.add(self._held.bytes(image).clone(), image, far=False)
+            self.held.add(self.held.bytes(image).clone(), image, far=False)
             self._kept.add(image)
         return self._held_part(part)
 
@@ -275,12 +273,12 @@ class ExistingTensors(StateLanding):
     def finish(self) -> Landed:
         """Write what was held back, and put the rest in its place."""
         self.torn = self.torn or bool(self._written or self._copies)
-        self._workspace.copy(self._host_moves, also=self._notes())
-        self._write_far()
+        rows = self._held_rows
+        notes = [partial(t.note_written, some) for some in t.blocks(self._written)]
+        self._workspace.copy(self._moves(rows.some(rows.on_host)), also=notes)
+        self._write_far(rows.some(~rows.on_host))
         for destination, source in self._copies:
             copy_late(destination, source)
-        for note in self._notes():
-            note()
         state = self._handover.finish()
         if self._mine is not None:
             state = self._around()
@@ -297,35 +295,18 @@ class ExistingTensors(StateLanding):
         known.update((stub, objects[path].object) for path, stub in stubs.items())
         return unflatten(grafted(self._rows.tree, stubs), known)
 
-    def arrived(self) -> None:
-        self._host_moves  # noqa: B018
-        if not self._options.staged:
-            for note in self._notes():
-                note()
-
-    @cached_property
+    @property
     def _held_rows(self) -> Straight:
-        return self._table.some(self._held.marks[self._table.image])
+        return self._table.some(self.held.marks[self._table.image])
 
     def _moves(self, rows: Straight) -> Moves:
         """From images that are held to rows."""
-        sources = self._held.addresses(rows.image) + (rows.at - self.chunks.places[rows.image])
+        sources = self.held.addresses(rows.image) + (rows.at - self.chunks.places[rows.image])
         return Moves(rows.at, sources, rows.address, rows.nbytes).joined()
 
-    @cached_property
-    def _host_moves(self) -> Moves:
-        rows = self._held_rows
-        return self._moves(rows.some(rows.on_host))
-
-    def _notes(self) -> list[Callable[[], None]]:
-        """Calls that bump autograd's version counters, one for each block."""
-        written, self._written = self._written, []
-        return [partial(t.note_written, some) for some in t.blocks(written)]
-
-    def _write_far(self) -> None:
+    def _write_far(self, rows: Straight) -> None:
         """Copy images to tensors of devices: by address those that are held there."""
-        rows, held = self._held_rows, self._held
-        rows = rows.some(~rows.on_host)
+        held = self.held
         for number in np.unique(held.numbers[rows.image]).tolist():
             some = rows.some(held.numbers[rows.image] == number)
             device = held.memory[number].device

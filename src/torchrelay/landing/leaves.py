@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Sequence
+from collections.abc import Callable, Container, Sequence
 
 import numpy as np
 import torch
@@ -11,12 +11,17 @@ from torchrelay.errors import UnsupportedLeafError
 from torchrelay.geometry.strides import contiguous_strides
 from torchrelay.record import manifest as m
 from torchrelay.state import tensors as t
-from torchrelay.state.leaves import Part, build, check_buildable
-from torchrelay.state.tree import has_records, records_of, show, slots, unflatten
+from torchrelay.state.leaves import Part, build
+from torchrelay.state.paths import Path, naming, slots
+from torchrelay.state.tree import has_records, records_of, unflatten
 
 
 def make_leaf(
-    leaf: m.Leaf, path: Iterable[object], part: Part, rank: int, mesh: t.DeviceMesh | None = None
+    leaf: m.Leaf,
+    path: Path | Callable[[], Path],
+    part: Part,
+    rank: int,
+    mesh: t.DeviceMesh | None = None,
 ) -> object:
     """The object of a leaf; a DTensor on `mesh` if that is given, else on one like the sender's."""
     try:
@@ -24,15 +29,8 @@ def make_leaf(
             return t.dtensor(part(leaf.local), leaf, mesh)
         return build(leaf, part, rank)
     except Exception as fault:  # also of the code of a tensor subclass
-        raise UnsupportedLeafError(f"cannot be rebuilt here: {fault!r}", path=show(path)) from fault
-
-
-def check_leaf(leaf: m.Leaf, path: Iterable[object]) -> None:
-    try:
-        check_buildable(leaf)
-    except UnsupportedLeafError as fault:
-        fault.path = show(path)
-        raise
+        with naming(path):
+            raise UnsupportedLeafError(f"cannot be rebuilt here: {fault!r}") from fault
 
 
 def check_records(
@@ -49,11 +47,7 @@ def check_records(
         if all(isinstance(leaves[index], (m.ValueLeaf, m.SizeLeaf)) for index in inside):
             # A plain value has no tensors that would be asked for.
             values = {n: make_leaf(leaves[n], path, without_bytes, 0) for n in inside}
-            try:
-                unflatten(node, values)
-            except UnsupportedLeafError as fault:
-                fault.path = show(path)
-                raise
+            unflatten(node, values, path)
 
 
 def without_bytes(part: m.TensorLeaf, device: torch.device | str = "cpu") -> torch.Tensor:

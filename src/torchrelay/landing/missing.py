@@ -5,7 +5,7 @@ Memory of theirs alone is the caller's to keep, so bytes that arrive go straight
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -15,15 +15,15 @@ from torchrelay.landing.checks.fit import fit, mesh_of
 from torchrelay.landing.checks.shards import check_shards
 from torchrelay.landing.fresh import place_for
 from torchrelay.landing.held import HeldImages
-from torchrelay.landing.leaves import check_leaf, make_leaf
+from torchrelay.landing.leaves import make_leaf
 from torchrelay.landing.options import LandingOptions
 from torchrelay.landing.workspace import Workspace, allocate
 from torchrelay.record import manifest as m
 from torchrelay.record.manifest import parts
 from torchrelay.record.rows import LeafRows
 from torchrelay.state import tensors as t
-from torchrelay.state.leaves import Part
-from torchrelay.state.paths import Path
+from torchrelay.state.leaves import Part, check_buildable
+from torchrelay.state.paths import Path, naming
 
 
 class GivenLeaf(NamedTuple):
@@ -42,18 +42,19 @@ class MadeLeaves:
         self._options = options
         self._meshes: dict[int, t.DeviceMesh] = {}
         self._devices: dict[int, torch.device] = {}  # of images
-        self.paths: dict[int, Iterable[object]] = {}  # by leaf
+        self.paths: dict[int, Path] = {}  # by leaf
 
-    def add(self, index: int, path: Iterable[object], like: torch.Tensor | None = None) -> None:
+    def add(self, index: int, path: Path, like: torch.Tensor | None = None) -> None:
         """Have a leaf made, on the device of `like`, and on its mesh if it is distributed."""
         leaf = self._rows[index]
-        check_leaf(leaf, path)
         self.paths[index] = path
-        mesh = None if like is None else mesh_of(leaf, like, path)
-        if mesh is not None:
-            self._meshes[index] = mesh
-        else:
-            check_shards(leaf, path, self._options.shards)
+        with naming(path):
+            check_buildable(leaf)
+            mesh = None if like is None else mesh_of(leaf, like)
+            if mesh is not None:
+                self._meshes[index] = mesh
+            else:
+                check_shards(leaf, self._options.shards)
         for part in parts(leaf):
             if isinstance(leaf, m.ArrayLeaf):
                 self._devices[part.storage] = torch.device("cpu")

@@ -17,12 +17,9 @@ def pack(state: object) -> bytes:
     """`UnsupportedLeafError` names what cannot travel."""
     snapshot = capture(state)
     record = snapshot.encoded()
-    out = bytearray(len(record).to_bytes(_LENGTH_BYTES, "little") + record)
-    for index, nbytes in enumerate(snapshot.chunks.sizes):
-        chunk = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
-        snapshot.read(index, chunk)
-        out += chunk.numpy().tobytes()
-    return bytes(out)
+    stream = torch.empty(snapshot.chunks.stream_bytes, dtype=torch.uint8, device="cpu")
+    snapshot.stream.read(0, len(stream), stream)
+    return len(record).to_bytes(_LENGTH_BYTES, "little") + record + stream.numpy().tobytes()
 
 
 def unpack(data: bytes) -> object:
@@ -33,8 +30,6 @@ def unpack(data: bytes) -> object:
     landing = land(record, options=LandingOptions(device=torch.device("cpu")))
     if len(body) != landing.chunks.stream_bytes:
         raise ManifestError(f"{len(body)} bytes for a state of {landing.chunks.stream_bytes}")
-    for index, (at, nbytes) in enumerate(
-        zip(landing.chunks.offsets, landing.chunks.sizes, strict=True)
-    ):
-        landing.write(index, torch.frombuffer(bytearray(body[at : at + nbytes]), dtype=torch.uint8))
+    if body:
+        landing.places.write(0, len(body), torch.frombuffer(bytearray(body), dtype=torch.uint8))
     return landing.commit().state

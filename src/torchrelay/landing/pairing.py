@@ -42,25 +42,52 @@ class Pairing:
     ) -> None:
         self.into, strict, choice = into, options.strict, choice or Selection()
         checked = _checked_in_place(tree, into.objects, tensor_of, choice, strict=strict)
+        self.branches: Branches = {}
+        self.missing: list[str] = []  # paths that one side alone has
+        self.extra: list[str] = []
         with with_hints(checked, into.flat.tree):
             roots = [path for path, held in into.objects.items() if not held.in_place]
             if checked is tree and not roots and choice.plain and tree == into.flat.tree:
-                self.matched = Matched([], [], [], into.flat.tree)
-                self.branches: Branches = {}
+                self.matched = Matched([], into.flat.tree)
             else:
                 modules = [path for path, held in into.objects.items() if held.in_place]
                 checked = without_wrappers(checked, into.flat.tree, modules)
-                found = _match(checked, into.flat.tree, roots, choice, strict=strict)
-                self.matched, self.branches = found
+                self._match(checked, roots, choice, strict=strict)
         for path, branch in self.branches.items() if strict else ():
             optimizer = into.objects[path].object
             if isinstance(optimizer, torch.optim.Optimizer):
                 check_kind(optimizer, branch, path)
-        self.missing, self.extra = self.matched.missing, self.matched.extra
         pairs, self.given = self._for_objects(options)
         self.filled = {index: into.flat.leaves[here] for index, _, here in pairs}
         if pairs:
-            self.matched = Matched([*self.matched.pairs, *pairs], self.missing, self.extra)
+            self.matched = Matched([*self.matched.pairs, *pairs])
+
+    def _match(
+        self, offered: m.Node, roots: Sequence[Path], choice: Selection, *, strict: bool
+    ) -> None:
+        """Find the slots that both trees have and `choice` takes, and the offered state of the
+        objects at `roots`, whose slots are not paired. With `strict`, the two differ in nothing
+        that is chosen."""
+        branches = _branches(offered, roots, choice)
+        stubs = {path: -1 - number for number, path in enumerate(roots)}
+        found = Comparison(grafted(offered, stubs), grafted(self.into.flat.tree, stubs))
+        if strict:
+            kinds = found.kinds
+            if choice.guessed:  # planners take tuples of tensors for lists
+                alike = ("a list", "a tuple")
+                kinds = [kind for kind in kinds if (kind.offered, kind.here) != alike]
+            refuse_differences(
+                _missing(found, branches, choice) if choice.exact else (),
+                _extra(found, branches, choice),
+                () if choice.patterns else kinds,
+            )
+        self.matched = Matched(
+            [pair for pair in found.pairs if pair[0] >= 0 and choice.takes(pair[1])]
+        )
+        self.missing = listed(_missing(found, branches, choice))
+        self.extra = listed(_extra(found, branches, choice))
+        paired = {path for index, path, _ in found.pairs if index < 0}
+        self.branches = {path: branches[path] for path in branches if path in paired}
 
     def _for_objects(self, options: LandingOptions) -> tuple[list[Pair], list[GivenLeaf]]:
         """What objects get: pairs that are filled in where they have them, as a ShardedTensor is
@@ -94,34 +121,6 @@ class Pairing:
     def likes(self) -> dict[int, torch.Tensor | None]:
         """Of each leaf that is made for an object, the tensor that it resembles."""
         return {one.leaf: one.like for one in reversed(self.given)}
-
-
-def _match(
-    offered: m.Node, here: m.Node, roots: Sequence[Path], choice: Selection, *, strict: bool
-) -> tuple[Matched, Branches]:
-    """The slots that both trees have and `choice` takes, and the offered state of the objects at
-    `roots`, whose slots are not paired. With `strict`, the two differ in nothing that is chosen."""
-    branches = _branches(offered, roots, choice)
-    stubs = {path: -1 - number for number, path in enumerate(roots)}
-    found = Comparison(grafted(offered, stubs), grafted(here, stubs))
-    if strict:
-        kinds = found.kinds
-        if choice.guessed:  # planners take tuples of tensors for lists
-            kinds = [kind for kind in kinds if (kind.offered, kind.here) != ("a list", "a tuple")]
-        refuse_differences(
-            _missing(found, branches, choice) if choice.exact else (),
-            _extra(found, branches, choice),
-            () if choice.patterns else kinds,
-        )
-    pairs = [pair for pair in found.pairs if pair[0] >= 0]
-    if choice.patterns:
-        pairs = [pair for pair in pairs if choice.takes(pair[1])]
-    missing, extra = (
-        listed(_missing(found, branches, choice)),
-        listed(_extra(found, branches, choice)),
-    )
-    paired = {path for index, path, _ in found.pairs if index < 0}
-    return Matched(pairs, missing, extra), {p: branches[p] for p in branches if p in paired}
 
 
 def _missing(

@@ -9,7 +9,7 @@ and the caller's tensors as the bytes come in (least memory; both `inplace`).
 from __future__ import annotations
 
 from torchrelay.landing.commit.ending import StateLanding
-from torchrelay.landing.destination import PreparedDestination, prepare
+from torchrelay.landing.destination import PreparedDestination
 from torchrelay.landing.fresh import Filled, NewTensors
 from torchrelay.landing.inplace import ExistingTensors
 from torchrelay.landing.options import LandingOptions
@@ -31,11 +31,11 @@ def land(
     into: object = None,
     options: LandingOptions | None = None,
     workspace: Workspace | None = None,
-) -> Landing:
+) -> StateLanding:
     """The landing for the state of one rank. Everything that can be refused is refused here.
 
-    `into=None` makes new tensors. `into` may be what `prepare` made of a destination, which leaves
-    less to do here. Modules in it are filled in place; other objects with `load_state_dict` are
+    `into=None` makes new tensors. `into` may be a `PreparedDestination`, which leaves less to do
+    here. Modules in it are filled in place; other objects with `load_state_dict` are
     given what is offered for them.
     """
     options, workspace = options or LandingOptions(), workspace or Workspace()
@@ -76,5 +76,5 @@ def land_share(
 def prepared(into: object) -> PreparedDestination:
     """A destination as it is now; looked over again if tensors have moved since."""
     if not isinstance(into, PreparedDestination):
-        return prepare(into)
-    return prepare(into.into) if into.moved else into
+        return PreparedDestination(into)
+    return PreparedDestination(into.into) if into.moved else into

@@ -16,8 +16,9 @@ from torchrelay.geometry.boxes import Numbers
 from torchrelay.plan.images import LEAF, PART, Image, Images, reaching
 from torchrelay.plan.plain import PlainTensors, find_plain
 from torchrelay.plan.sharded import ShardedLeaves, find_sharded
+from torchrelay.record import manifest as m
 from torchrelay.record.rows import Marks
-from torchrelay.state.leaves import Finish, describe
+from torchrelay.state.leaves import describe
 from torchrelay.state.paths import LeafPaths
 from torchrelay.state.tree import Flat, show
 
@@ -76,7 +77,7 @@ class TakenApart:
         rest[self.plain.leaves] = False
         rest[list(without)] = False
         self.others: list[int] = np.flatnonzero(rest).tolist()
-        self.described: list[int | Finish] = []  # of each of the others
+        self.described: list[m.Leaf] = []  # of each of the others
         self.images = images = Images()
         self.owners: list[int] = []  # of each tensor in `images`, its leaf
         self.roles: list[int] = []  # of each tensor there, as `Images.resolve` takes them
@@ -85,10 +86,11 @@ class TakenApart:
             try:
                 described = describe(leaf, (), images.add)
             except RelayError:
-                path = LeafPaths(self.flat.tree).steps(index)
+                path = LeafPaths(self.flat.tree)[index]
                 describe(leaf, path, images.add)  # with its path this time
                 raise
-            role = LEAF if isinstance(described, int) else self.sharded.numbers.get(index, PART)
+            alone = isinstance(described, m.TensorLeaf)
+            role = LEAF if alone else self.sharded.numbers.get(index, PART)
             added = len(images) - len(self.owners)
             self.described.append(described)
             self.owners.extend([index] * added)

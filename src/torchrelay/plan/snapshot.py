@@ -93,8 +93,8 @@ class Snapshot(Sendable):
         """The bytes, as they lie in memory now."""
         plain, places = self._apart.plain, self.chunks.places
         columns = (places[self._plan.plain_images], plain.addresses, plain.nbytes)
-        host = Runs.unordered(*(column[plain.on_host] for column in columns))
-        device = Runs.unordered(*(column[~plain.on_host] for column in columns))
+        host = Runs(*(column[plain.on_host] for column in columns))
+        device = Runs(*(column[~plain.on_host] for column in columns))
         images = [(self.chunks.start_of(n), self._images[n].region) for n in sorted(self._images)]
         runs = [(at, one.address, one.nbytes) for at, one in images if one.address]
         if runs:

@@ -24,7 +24,6 @@ from torchrelay.record.schema import (
     VolumeRecord,
     column_of,
 )
-from torchrelay.state.leaves import Finish, finished
 
 Indices = np.ndarray[Any, np.dtype[np.intp]]
 
@@ -158,11 +157,11 @@ class OddRows:
         self._apart, self._kinds = apart, kinds
         self.rows: list[tuple[int, int, int, int]] = []  # leaf, kind, image and offset
         self.empties: list[tuple[ImageKind, str]] = []
-        self._records: list[tuple[int, int | Finish]] = []
+        self._records: list[tuple[int, m.Leaf]] = []
         images = apart.resolved
         tickets = {owner: ticket for ticket, owner in enumerate(apart.owners)}
         for leaf, item in zip(apart.others, apart.described, strict=True):
-            ticket = item if isinstance(item, int) else tickets.get(leaf, -1)
+            ticket = item.storage if isinstance(item, m.TensorLeaf) else tickets.get(leaf, -1)
             role = apart.roles[ticket] if ticket >= 0 else PART
             if role == PART or not self._add(leaf, ticket, role):
                 self._records.append((leaf, item))
@@ -196,10 +195,10 @@ class OddRows:
     def finished(self, numbers: Sequence[int]) -> dict[int, m.Leaf]:
         """The records by leaf. `numbers` has the number of each image in the state's record."""
 
-        def part(ticket: int) -> m.TensorLeaf:
-            found = self._apart.images.leaf(ticket, numbers)
+        def part(ticket: m.TensorLeaf) -> m.TensorLeaf:
+            found = self._apart.images.leaf(ticket.storage, numbers)
             if not self._apart.at_rest:
                 return found
             return msgspec.structs.replace(found, flags=found.flags & ~m.ON_DEVICE)
 
-        return {leaf: finished(item, part) for leaf, item in self._records}
+        return {leaf: m.with_parts(item, part) for leaf, item in self._records}

@@ -122,7 +122,7 @@ class Names(Sequence[str]):
             return f"image {image}"
         if outline not in self._paths:
             self._paths[outline] = LeafPaths(self._record.outlines[outline].tree)
-        return dotted(self._paths[outline].steps(leaf))
+        return dotted(self._paths[outline][leaf])
 
     def all(self) -> list[str]:
         """All names; `ManifestError` where one stands twice, or they are too long to be listed."""

@@ -1,6 +1,6 @@
 """A receive from several ranks that each have a part of a state.
 
-Every source offers its record. `plan_gather` says what to read of each, and where that goes. The
+Every source offers its record. `GatherPlan` says what to read of each, and where that goes. The
 reads come as verified transfers, and become the state when all of them are here and every source
 has confirmed that its own state is unchanged. If a source is lost, its reads are planned again on
 the sources that are left.
@@ -24,7 +24,7 @@ from torchrelay.errors import (
     TransferTimeoutError,
 )
 from torchrelay.landing.commit.ending import TORN
-from torchrelay.landing.gathering import GatherPlan, PartLanding, plan_gather
+from torchrelay.landing.gathering import GatherPlan, PartLanding
 from torchrelay.landing.places import Landed
 from torchrelay.memory.crew import share_out
 from torchrelay.memory.gpu.side import settle
@@ -170,7 +170,7 @@ class Gather:
                 return before.without(self._lost)
             records = {rank: source.record for rank, source in self._sources.items()}
             into, landing, size = options.into, options.landing, options.chunk_bytes
-            return plan_gather(records, into, landing, self._member.workspace, chunk_bytes=size)
+            return GatherPlan(records, into, landing, self._member.workspace, chunk_bytes=size)
         except MismatchError as fault:
             for lost in self._lost.values():
                 raise lost from fault

@@ -14,9 +14,8 @@ from typing import Any, Literal, Protocol
 
 import numpy as np
 import torch
-from msgspec.structs import replace
 
-from torchrelay.errors import RelayError, UnsupportedLeafError
+from torchrelay.errors import UnsupportedLeafError
 from torchrelay.geometry.strides import contiguous_strides
 from torchrelay.record import manifest as m
 from torchrelay.record.checks.leaves import SUB_BYTE, packed_bytes
@@ -26,9 +25,9 @@ from torchrelay.record.values import decode_value, encode_value
 from torchrelay.state import tensors as t
 from torchrelay.state.hints import UNINITIALIZED
 from torchrelay.state.meshes import mesh_record
-from torchrelay.state.paths import Path
+from torchrelay.state.paths import Path, naming
 from torchrelay.state.registry import subclass_name, subclass_named
-from torchrelay.state.tree import check_types, flatten, show, unflatten
+from torchrelay.state.tree import check_types, flatten, unflatten
 
 
 class Add(Protocol):
@@ -36,26 +35,25 @@ class Add(Protocol):
         """Take a part in; returns its ticket. `apart`: whatever else lies in its memory."""
 
 
-Finish = Callable[[Callable[[int], m.TensorLeaf]], m.Leaf]
 Part = Callable[[m.TensorLeaf], torch.Tensor]
 
 
-def describe(leaf: object, path: Path, add: Add) -> int | Finish:
-    """Hand the leaf's parts to `add`; the ticket of a plain tensor, or how to finish the record.
+def describe(leaf: object, path: Path, add: Add) -> m.Leaf:
+    """Hand the leaf's parts to `add`; its record, where each part is a ticket: `storage` has it.
 
     `UnsupportedLeafError` names the path of what cannot travel exactly.
     """
-    try:
-        if isinstance(leaf, torch.Tensor):
-            return add(leaf) if t.is_plain(leaf) else _tensor(leaf, path, add)
-        return _value(leaf, add)
-    except RelayError as fault:
-        fault.path = fault.path or show(path)
-        raise
-    except TypeError as fault:
-        raise UnsupportedLeafError(
-            f"a leaf of type {fault} cannot travel: {_remedy(leaf)}", path=show(path)
-        ) from None
+    with naming(path):
+        try:
+            return _tensor(leaf, path, add) if isinstance(leaf, torch.Tensor) else _value(leaf, add)
+        except TypeError as fault:
+            raise UnsupportedLeafError(
+                f"a leaf of type {fault} cannot travel: {_remedy(leaf)}"
+            ) from None
+
+
+def _ticket(number: int) -> m.TensorLeaf:
+    return m.TensorLeaf("", (), None, number)
 
 
 def _remedy(leaf: object) -> str:
@@ -71,22 +69,19 @@ def _remedy(leaf: object) -> str:
     return "see torchrelay.register()"
 
 
-def _value(leaf: object, add: Add) -> Finish:
+def _value(leaf: object, add: Add) -> m.Leaf:
     if isinstance(leaf, (np.ndarray, np.generic)):
         return _array(leaf, add)
     if isinstance(leaf, torch.Size):
-        size = m.SizeLeaf(tuple(leaf))
-        return lambda part: size
+        return m.SizeLeaf(tuple(leaf))
     if isinstance(leaf, torch.dtype):
-        named = m.ValueLeaf("dtype", str(leaf).removeprefix("torch."))
-    elif isinstance(leaf, torch.device):
-        named = m.ValueLeaf("device", str(leaf))
-    else:
-        named = m.ValueLeaf("plain", encode_value(leaf))
-    return lambda part: named
+        return m.ValueLeaf("dtype", str(leaf).removeprefix("torch."))
+    if isinstance(leaf, torch.device):
+        return m.ValueLeaf("device", str(leaf))
+    return m.ValueLeaf("plain", encode_value(leaf))
 
 
-def _array(leaf: np.ndarray[Any, Any] | np.generic, add: Add) -> Finish:
+def _array(leaf: np.ndarray[Any, Any] | np.generic, add: Add) -> m.ArrayLeaf:
     if type(leaf) is not np.ndarray and not isinstance(leaf, np.generic):
         raise TypeError(type(leaf).__name__)
     array = np.asarray(leaf)
@@ -95,22 +90,19 @@ def _array(leaf: np.ndarray[Any, Any] | np.generic, add: Add) -> Finish:
     text = dtype_to_text(array.dtype)
     fortran = array.flags.f_contiguous and not array.flags.c_contiguous
     flat = np.ravel(array, order="F" if fortran else "C")
-    scalar = isinstance(leaf, np.generic)
-    shape, nbytes = array.shape, array.nbytes
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # a read-only array: it is only read here
-        ticket = add(torch.from_numpy(flat.view(np.uint8)), apart=True) if nbytes else 0
-
-    def finish(part: Callable[[int], m.TensorLeaf]) -> m.ArrayLeaf:
-        storage = part(ticket).storage if nbytes else -1
-        return m.ArrayLeaf(text, shape, fortran, storage, nbytes, scalar)
-
-    return finish
+        ticket = add(torch.from_numpy(flat.view(np.uint8)), apart=True) if array.nbytes else -1
+    scalar = isinstance(leaf, np.generic)
+    return m.ArrayLeaf(text, array.shape, fortran, ticket, array.nbytes, scalar)
 
 
-def _tensor(leaf: torch.Tensor, path: Path, add: Add) -> int | Finish:
+def _tensor(leaf: torch.Tensor, path: Path, add: Add) -> m.Leaf:
+    if t.is_plain(leaf):
+        return _ticket(add(leaf))
     if t.is_dtensor(leaf):
-        return _dtensor(leaf, add)
+        local = _plain_part(t.dtensor_parts(leaf)[0], "the local part of a DTensor", add)
+        return dtensor_leaf(leaf, local, _flags_of_whole(leaf))
     if isinstance(leaf, t.ShardedTensor):
         return _sharded(leaf, add)
     if type(leaf) in (torch.Tensor, torch.nn.Parameter):
@@ -118,29 +110,25 @@ def _tensor(leaf: torch.Tensor, path: Path, add: Add) -> int | Finish:
             return _sparse(leaf, add)
         if leaf.is_quantized:
             return _quantized(leaf, add)
-        raise UnsupportedLeafError("a nested, functional or transformed tensor", path=show(path))
+        raise UnsupportedLeafError("a nested, functional or transformed tensor")
     if torch.nn.parameter.is_lazy(leaf):
-        raise UnsupportedLeafError(UNINITIALIZED, path=show(path))
+        raise UnsupportedLeafError(UNINITIALIZED)
     if hasattr(leaf, "__tensor_flatten__"):
         return _subclass(leaf, path, add)
     raise UnsupportedLeafError(
         f"tensor subclass {type(leaf).__name__} does not say how to flatten itself "
-        "(__tensor_flatten__)",
-        path=show(path),
+        "(__tensor_flatten__)"
     )
 
 
-def _plain_part(tensor: torch.Tensor, what: str, add: Add) -> int:
+def _plain_part(tensor: torch.Tensor, what: str, add: Add) -> m.TensorLeaf:
     if not t.is_plain(tensor):
         raise UnsupportedLeafError(f"{what} is not a plain strided tensor")
-    return add(tensor.detach())
+    return _ticket(add(tensor.detach()))
 
 
-def _dtensor(leaf: t.DTensor, add: Add) -> Finish:
-    ticket = _plain_part(t.dtensor_parts(leaf)[0], "the local part of a DTensor", add)
-    flags = t.flags_of(leaf) & (m.REQUIRES_GRAD | m.PARAMETER)
-    found = dtensor_leaf(leaf, m.TensorLeaf("", (), None, -1), flags)
-    return lambda part: replace(found, local=part(ticket))
+def _flags_of_whole(leaf: torch.Tensor) -> int:
+    return t.flags_of(leaf) & (m.REQUIRES_GRAD | m.PARAMETER)
 
 
 def dtensor_leaf(tensor: t.DTensor, local: m.TensorLeaf, flags: int = 0) -> m.DTensorLeaf:
@@ -158,82 +146,65 @@ def dtensor_leaf(tensor: t.DTensor, local: m.TensorLeaf, flags: int = 0) -> m.DT
     )
 
 
-def _sharded(leaf: t.ShardedTensor, add: Add) -> Finish:
+def _sharded(leaf: t.ShardedTensor, add: Add) -> m.ShardedLeaf:
     locals_, boxes, all_boxes, properties = t.sharded_parts(leaf)
-    tickets = [_plain_part(local, "a shard", add) for local in locals_]
-    facts: dict[str, Any] = {
-        "boxes": boxes,
-        "all_boxes": all_boxes,
-        "shape": tuple(leaf.size()),
-        "dtype": t.NAMES[properties.dtype],
-        "flags": m.REQUIRES_GRAD if properties.requires_grad else 0,
-        "pinned": properties.pin_memory,
-    }
-    return lambda part: m.ShardedLeaf(tuple(part(ticket) for ticket in tickets), **facts)
+    return m.ShardedLeaf(
+        tuple([_plain_part(local, "a shard", add) for local in locals_]),
+        boxes,
+        all_boxes,
+        tuple(leaf.size()),
+        t.NAMES[properties.dtype],
+        m.REQUIRES_GRAD if properties.requires_grad else 0,
+        properties.pin_memory,
+    )
 
 
-def _sparse(leaf: torch.Tensor, add: Add) -> Finish:
-    data = leaf.detach()
-    tickets = [_plain_part(part, "a part of a sparse tensor", add) for part in t.sparse_parts(data)]
-    layout, shape = t.SPARSE[leaf.layout], tuple(leaf.shape)
-    flags = t.flags_of(leaf) & (m.REQUIRES_GRAD | m.PARAMETER)
+def _sparse(leaf: torch.Tensor, add: Add) -> m.SparseLeaf:
+    parts = t.sparse_parts(leaf.detach())
+    flags = _flags_of_whole(leaf)
     if leaf.layout is torch.sparse_coo and leaf.is_coalesced():
         flags |= m.COALESCED
-    return lambda part: m.SparseLeaf(layout, shape, tuple(map(part, tickets)), flags)
+    tickets = tuple([_plain_part(part, "a part of a sparse tensor", add) for part in parts])
+    return m.SparseLeaf(t.SPARSE[leaf.layout], tuple(leaf.shape), tickets, flags)
 
 
-def _quantized(leaf: torch.Tensor, add: Add) -> Finish:
+def _quantized(leaf: torch.Tensor, add: Add) -> m.QuantizedLeaf:
     packs: dict[str, Any] = {}
+    raw = leaf
     if t.NAMES[leaf.dtype] in SUB_BYTE:
         storage = leaf.untyped_storage()
         packs = {"dtype": t.NAMES[leaf.dtype], "shape": tuple(leaf.shape)}
         if storage.nbytes() != packed_bytes(**packs) or not leaf.is_contiguous():
             raise UnsupportedLeafError(f"a view of a tensor of {leaf.dtype}")
-        flat = t.flat_bytes(storage, 0, storage.nbytes())
-        ticket = add(torch.nn.Parameter(flat, False) if t.flags_of(leaf) else flat)
-    else:
-        ticket = add(leaf)
+        raw = t.flat_bytes(storage, 0, storage.nbytes())
+        if t.flags_of(leaf):
+            raw = torch.nn.Parameter(raw, False)
+    ticket = _ticket(add(raw))
     scheme, how = t.quantizer_of(leaf)
     if "scale" in how:
         scalars = (encode_value(how["scale"]), encode_value(how["zero_point"]))
-        return lambda part: m.QuantizedLeaf(part(ticket), scheme, scalars, **packs)
-    tickets = [add(how["scales"]), add(how["zero_points"])]
-    return lambda part: m.QuantizedLeaf(
-        part(ticket), scheme, (), tuple(map(part, tickets)), how["axis"], **packs
-    )
+        return m.QuantizedLeaf(ticket, scheme, scalars, **packs)
+    tensors = (_ticket(add(how["scales"])), _ticket(add(how["zero_points"])))
+    return m.QuantizedLeaf(ticket, scheme, (), tensors, how["axis"], **packs)
 
 
-def _subclass(leaf: torch.Tensor, path: Path, add: Add) -> Finish:
+def _subclass(leaf: torch.Tensor, path: Path, add: Add) -> m.SubclassLeaf:
     if leaf.is_nested:
-        raise UnsupportedLeafError("a nested tensor", path=show(path))
+        raise UnsupportedLeafError("a nested tensor")
     attributes, context = leaf.__tensor_flatten__()  # type: ignore[attr-defined]
     if not all(type(name) is str and name.isidentifier() for name in attributes):
-        raise UnsupportedLeafError("__tensor_flatten__ names no plain attributes", path=show(path))
-    inner = [describe(getattr(leaf, name), (*path, name), add) for name in attributes]
+        raise UnsupportedLeafError("__tensor_flatten__ names no plain attributes")
     flat = flatten(context)
-    known = [describe(value, (*path, "context"), add) for value in flat.leaves]
-    facts: dict[str, Any] = {
-        "shape": tuple(leaf.shape),
-        "strides": tuple(leaf.stride()),
-        "flags": t.flags_of(leaf) & (m.REQUIRES_GRAD | m.PARAMETER),
-    }
-    name = subclass_name(type(leaf))
-
-    def finish(part: Callable[[int], m.TensorLeaf]) -> m.SubclassLeaf:
-        return m.SubclassLeaf(
-            name,
-            tuple(attributes),
-            tuple(finished(item, part) for item in inner),
-            flat.tree,
-            tuple(finished(item, part) for item in known),
-            **facts,
-        )
-
-    return finish
-
-
-def finished(described: int | Finish, part: Callable[[int], m.TensorLeaf]) -> m.Leaf:
-    return part(described) if isinstance(described, int) else described(part)
+    return m.SubclassLeaf(
+        subclass_name(type(leaf)),
+        tuple(attributes),
+        tuple([describe(getattr(leaf, name), (*path, name), add) for name in attributes]),
+        flat.tree,
+        tuple([describe(value, (*path, "context"), add) for value in flat.leaves]),
+        tuple(leaf.shape),
+        tuple(leaf.stride()),
+        _flags_of_whole(leaf),
+    )
 
 
 def is_plain(leaf: m.Leaf) -> bool:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -91,17 +90,17 @@ class BoxesOfWhole(t.ShardedTensor):
 
 def boxes_of_whole(parts: Sequence[tuple[Box, torch.Tensor]], shape: Sequence[int]) -> BoxesOfWhole:
     """A destination for some boxes of a tensor of this shape, by the memory that takes each."""
-    spec, here = _spec_of(tuple(box for box, _ in parts), tuple(shape))
+    boxes = [box for box, _ in parts]
+    here, there = (
+        [t.shard_metadata(m.Box(*box, None), owner) for box in some]
+        for some, owner in (
+            (boxes, "rank:0/cpu"),
+            (without(((0,) * len(shape), tuple(shape)), boxes), "rank:1/cpu"),
+        )
+    )
+    spec = EnumerableShardingSpec([*here, *there])
     how: dict[str, Any] = {"layout": torch.strided, "pin_memory": False, "requires_grad": False}
     kind = parts[0][1].dtype
     built: BoxesOfWhole = ShardedTensorBase.__new__(BoxesOfWhole, spec, *shape, dtype=kind, **how)
     built._local_shards = [Shard(x.detach(), y) for (_, x), y in zip(parts, here, strict=True)]
     return built
-
-
-@lru_cache(1024)  # layers are alike
-def _spec_of(boxes: tuple[Box, ...], shape: tuple[int, ...]) -> tuple[EnumerableShardingSpec, Any]:
-    rest = without(((0,) * len(shape), shape), boxes)
-    here = [t.shard_metadata(m.Box(*box, None), "rank:0/cpu") for box in boxes]
-    there = [t.shard_metadata(m.Box(*box, None), "rank:1/cpu") for box in rest]
-    return EnumerableShardingSpec([*here, *there]), here

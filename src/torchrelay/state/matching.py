@@ -24,21 +24,13 @@ _LISTED = 1 << 23  # characters of the paths that a report names
 
 
 class Matched:
-    """Slots found on both sides (leaf offered, path, leaf here), and paths on one side only.
+    """Slots found on both sides (leaf offered, path, leaf here).
 
     `tree` is that of both sides where they are equal. Leaf for leaf the same then, and the slots
     are listed when they are asked for.
     """
 
-    def __init__(
-        self,
-        pairs: list[Pair],
-        missing: list[str],
-        extra: list[str],
-        tree: m.Node | None = None,
-    ) -> None:
-        self.missing = missing
-        self.extra = extra
+    def __init__(self, pairs: list[Pair], tree: m.Node | None = None) -> None:
         self.tree = tree
         self._pairs = pairs
 

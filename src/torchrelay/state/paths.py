@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import NamedTuple
 
+from torchrelay.errors import RelayError
 from torchrelay.record import manifest as m
 from torchrelay.record.keys import identities, identity
 from torchrelay.record.values import decode_key
@@ -23,6 +25,17 @@ def show(path: Iterable[object]) -> str:
     """A path as people write it: ['model']['layers'][0]. Long keys are cut short."""
     texts = [str(key) if type(key) is int and key in _SHORT else _brief(key) for key in path]
     return f"[{']['.join(texts)}]" if texts else "the state itself"
+
+
+@contextmanager
+def naming(path: Path | Callable[[], Path]) -> Iterator[None]:
+    """Have an error of the library name this path, unless it names one. A function is called only
+    then."""
+    try:
+        yield
+    except RelayError as fault:
+        fault.path = fault.path or show(path() if callable(path) else path)
+        raise
 
 
 def _brief(key: object) -> str:
@@ -157,7 +170,7 @@ def empty_tensors(tree: m.Node, others: Mapping[int, m.Leaf]) -> list[EmptyTenso
 class LeafPaths:
     """The paths of the leaves of a tree, the first one where a leaf has several.
 
-    It holds where each leaf stands; a path is made when somebody looks at it.
+    It holds where each leaf stands; a path is made when it is asked for.
     """
 
     def __init__(self, tree: m.Node) -> None:
@@ -185,23 +198,10 @@ class LeafPaths:
     def __iter__(self) -> Iterator[int]:
         return iter(self._homes)
 
-    def __getitem__(self, leaf: int) -> Iterable[object]:
-        return _LeafPath(self, leaf)
-
-    def steps(self, leaf: int) -> Path:
+    def __getitem__(self, leaf: int) -> Path:
         found: list[object] = []
         node, place = self._homes[leaf]
         while node >= 0:
             found.append(key_of(self._nodes[node], place))
             node, place = self._above[node]
         return tuple(reversed(found))
-
-
-class _LeafPath:
-    __slots__ = ("_leaf", "_paths")
-
-    def __init__(self, paths: LeafPaths, leaf: int) -> None:
-        self._paths, self._leaf = paths, leaf
-
-    def __iter__(self) -> Iterator[object]:
-        return iter(self._paths.steps(self._leaf))

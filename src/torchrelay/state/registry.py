@@ -60,16 +60,10 @@ def register(
     return type_
 
 
-def codec_of(type_: type) -> Codec | None:
-    return _by_type.get(type_)
-
-
-def codec_named(name: str) -> Codec | None:
-    return _by_name.get(name)
-
-
-def subclass_named(name: str) -> type | None:
-    return _subclasses.get(name)
+# Lookups of registered types, by type or by name; None for those that are not registered.
+codec_of = _by_type.get
+codec_named = _by_name.get
+subclass_named = _subclasses.get
 
 
 def subclass_name(type_: type) -> str:

@@ -410,10 +410,7 @@ def dtensor(
         tensor_meta=TensorMeta(torch.Size(leaf.shape), tuple(leaf.strides), local.dtype),
     )
     built: torch.Tensor = DTensor(local.detach(), spec, requires_grad=False)  # type: ignore[no-untyped-call]
-    grad = bool(leaf.flags & m.REQUIRES_GRAD)
-    if leaf.flags & m.PARAMETER:
-        return torch.nn.Parameter(built, requires_grad=grad)
-    return built.requires_grad_() if grad else built
+    return with_flags(built, leaf.flags)
 
 
 def dtensor_like(
@@ -430,11 +427,7 @@ def dtensor_like(
         meta = meta._replace(shape=torch.Size(shape), stride=contiguous_strides(shape))
     spec.tensor_meta = meta
     built: torch.Tensor = DTensor(local.detach(), spec, requires_grad=False)  # type: ignore[no-untyped-call]
-    if shape is not None:
-        return built
-    if is_parameter(tensor):
-        return torch.nn.Parameter(built, requires_grad=tensor.requires_grad)
-    return built.requires_grad_(tensor.requires_grad)
+    return built if shape is not None else with_flags(built, flags_of(tensor))
 
 
 def _box(shard: ShardMetadata) -> m.Box:

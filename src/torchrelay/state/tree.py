@@ -219,69 +219,66 @@ def check_types(tree: m.Node) -> None:
             )
 
 
-class _Undecodable(Exception):
-    """A registered type did not take what it was given; where, the caller finds out."""
-
-    def __init__(self, node: m.RecordNode, fault: Exception) -> None:
-        self.node = node
-        self.fault = fault
+_Leaves = Sequence[object] | Mapping[int, object]
 
 
-def unflatten(tree: m.Node, leaves: Sequence[object] | Mapping[int, object]) -> object:
-    """Build the state of `tree` with `leaves` in its slots.
+def unflatten(tree: m.Node, leaves: _Leaves, path: Path = ()) -> object:
+    """Build the state of `tree`, which is at `path`, with `leaves` in its slots.
 
     `UnsupportedLeafError` names the path of a registered type that cannot be made of them.
     """
-    try:
-        return _unflatten(tree, leaves, {})
-    except _Undecodable as found:
-        raise UnsupportedLeafError(
-            f"registered type {found.node.name!r} cannot be rebuilt here: {found.fault!r}; do both "
-            "sides run the same version of it?",
-            path=show(next(at for at, one in records_of(tree, nested=True) if one is found.node)),
-        ) from found.fault
+    return _Unflatten(tree, leaves, path).build(tree)
 
 
-_Types = dict[tuple[str, ...], type[tuple[object, ...]]]
+class _Unflatten:
+    def __init__(self, tree: m.Node, leaves: _Leaves, path: Path) -> None:
+        self._tree, self._leaves, self._path = tree, leaves, path
+        self._types: dict[tuple[str, ...], type[tuple[object, ...]]] = {}
 
+    def build(self, node: m.Node) -> object:
+        leaves = self._leaves
+        if isinstance(node, int):
+            return leaves[node]
+        if isinstance(node, m.RecordNode):
+            return self._decoded(node, self.build(node.body))
+        items = node.items
+        first = items[0] if items and type(items[0]) is int else -1
+        following = tuple(range(first, first + len(items)))
+        if first >= 0 and isinstance(leaves, list) and items == following:
+            values = leaves[first : first + len(items)]  # mostly they follow each other
+        else:
+            values = [leaves[n] if type(n) is int else self.build(n) for n in items]
+        if isinstance(node, m.SequenceNode):
+            return values if node.kind == "list" else tuple(values)
+        if isinstance(node, m.NamedTupleNode):
+            key = (node.module, node.name, *node.fields)
+            if key not in self._types:
+                self._types[key] = _namedtuple_type(node)
+            return tuple.__new__(self._types[key], values)
+        keys: Iterable[Any] = node.keys
+        if not {str}.issuperset(map(type, node.keys)):
+            keys = [key if type(key) is str else decode_key(key) for key in node.keys]
+        pairs = zip(keys, values, strict=True)
+        if node.kind == "OrderedDict":
+            return OrderedDict(pairs)
+        if node.kind == "defaultdict":
+            return defaultdict(_FACTORIES[node.factory] if node.factory else None, pairs)
+        return dict(pairs)
 
-def _unflatten(
-    tree: m.Node, leaves: Sequence[object] | Mapping[int, object], types: _Types
-) -> object:
-    if isinstance(tree, int):
-        return leaves[tree]
-    if isinstance(tree, m.RecordNode):
-        codec = codec_named(tree.name)
+    def _decoded(self, node: m.RecordNode, body: object) -> object:
+        codec = codec_named(node.name)
         if codec is None:
-            check_types(tree)
+            check_types(self._tree)
         assert codec is not None
-        body = _unflatten(tree.body, leaves, types)
         try:
             return codec.decode(body)
         except Exception as fault:
-            raise _Undecodable(tree, fault) from fault
-    items = tree.items
-    first = items[0] if items and type(items[0]) is int else -1
-    if first >= 0 and isinstance(leaves, list) and items == tuple(range(first, first + len(items))):
-        values = leaves[first : first + len(items)]  # mostly they follow each other
-    else:
-        values = [leaves[n] if type(n) is int else _unflatten(n, leaves, types) for n in items]
-    if isinstance(tree, m.SequenceNode):
-        return values if tree.kind == "list" else tuple(values)
-    if isinstance(tree, m.NamedTupleNode):
-        key = (tree.module, tree.name, *tree.fields)
-        if key not in types:
-            types[key] = _namedtuple_type(tree)
-        return tuple.__new__(types[key], values)
-    keys: Iterable[Any] = tree.keys
-    if not {str}.issuperset(map(type, tree.keys)):
-        keys = [key if type(key) is str else decode_key(key) for key in tree.keys]
-    pairs = zip(keys, values, strict=True)
-    if tree.kind == "OrderedDict":
-        return OrderedDict(pairs)
-    if tree.kind == "defaultdict":
-        return defaultdict(_FACTORIES[tree.factory] if tree.factory else None, pairs)
-    return dict(pairs)
+            records = records_of(self._tree, self._path, nested=True)
+            raise UnsupportedLeafError(
+                f"registered type {node.name!r} cannot be rebuilt here: {fault!r}; do both sides "
+                "run the same version of it?",
+                path=show(next(path for path, one in records if one is node)),
+            ) from fault
 
 
 def _namedtuple_type(node: m.NamedTupleNode) -> type[tuple[object, ...]]:

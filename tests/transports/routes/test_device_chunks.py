@@ -62,9 +62,7 @@ def laid_out(sizes: list[int], chunk_bytes: int) -> tuple[Chunks, torch.Tensor]:
 
 
 def runs_of(chunks: Chunks, sizes: list[int], data: torch.Tensor, storages: list[int]) -> Runs:
-    return Runs.of(
-        [(chunks.starts[n], data.data_ptr() + chunks.starts[n], sizes[n]) for n in storages]
-    )
+    return Runs.of([(at := chunks.start_of(n), data.data_ptr() + at, sizes[n]) for n in storages])
 
 
 @pytest.mark.parametrize("chunk_bytes", [16, 4096, 3 * CELL_BYTES, 64 << 20])
@@ -125,7 +123,7 @@ class Counts:
         memory = property(lambda one: DeviceChunks(one._chunks, one._stream.host))
 
         def landed(incoming: Incoming) -> DeviceChunks:
-            return DeviceChunks(incoming.landing.chunks, incoming.landing.places().host)
+            return DeviceChunks(incoming.landing.chunks, incoming.landing.places.host)
 
         with ExitStack() as stack:
             stack.enter_context(played())

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from math import prod
 from typing import Any, NamedTuple, NoReturn
 
@@ -21,10 +21,10 @@ from torchrelay.state.hints import (
     WHOLE_TO_SHARDED,
     WITHOUT_MEMORY,
 )
-from torchrelay.state.leaves import describe, finished
-from torchrelay.state.paths import Path
+from torchrelay.state.leaves import describe
+from torchrelay.state.paths import Path, naming
 from torchrelay.state.registry import subclass_name
-from torchrelay.state.tree import flatten, show
+from torchrelay.state.tree import flatten
 
 
 class Fit(NamedTuple):
@@ -54,7 +54,7 @@ def fit(leaf: m.Leaf, into: object, path: Path) -> Iterator[Fit | ArrayFit]:
     `MismatchError` where dtype, shape, layout or placement differ: bits are never reinterpreted,
     values never converted.
     """
-    try:
+    with naming(path):
         if isinstance(leaf, m.ArrayLeaf):
             yield from _fit_array(leaf, into)
         elif isinstance(leaf, (m.ValueLeaf, m.SizeLeaf)):
@@ -64,9 +64,6 @@ def fit(leaf: m.Leaf, into: object, path: Path) -> Iterator[Fit | ArrayFit]:
             yield from _fit_tensor(leaf, into)
         else:
             _differ("kind", "a tensor", _kind(into))
-    except MismatchError as fault:
-        fault.path = fault.path or show(path)
-        raise
 
 
 def _differ(what: str, offered: object, have: object, hint: str = "") -> NoReturn:
@@ -163,24 +160,20 @@ def _check_mesh(leaf: m.DTensorLeaf, like: t.DTensor) -> None:
                 _same(what, leaf.coordinate[dim], coordinate[dim], CUT_OTHERWISE)
 
 
-def mesh_of(leaf: m.Leaf, like: torch.Tensor, path: Iterable[object]) -> t.DeviceMesh | None:
+def mesh_of(leaf: m.Leaf, like: torch.Tensor) -> t.DeviceMesh | None:
     """The mesh for a new leaf that belongs to `like`; None if it is not distributed.
 
     `MismatchError` where one of the two is distributed and the other is not, or otherwise.
     """
-    try:
-        if isinstance(leaf, m.DTensorLeaf):
-            if not t.is_dtensor(like):
-                _differ("kind", "a DTensor", _describe(like), SHARDED_TO_WHOLE)
-            _check_mesh(leaf, like)
-            return t.dtensor_parts(like)[1].mesh
-        # A scalar, such as a count of steps, is not a shard.
-        shape = leaf.shape if isinstance(leaf, m.TensorLeaf) else ()
-        if shape and t.is_dtensor(like) and shape == tuple(like.shape):
-            _differ("kind", "a strided tensor", _describe(like), WHOLE_TO_SHARDED)
-    except MismatchError as fault:
-        fault.path = fault.path or show(path)
-        raise
+    if isinstance(leaf, m.DTensorLeaf):
+        if not t.is_dtensor(like):
+            _differ("kind", "a DTensor", _describe(like), SHARDED_TO_WHOLE)
+        _check_mesh(leaf, like)
+        return t.dtensor_parts(like)[1].mesh
+    # A scalar, such as a count of steps, is not a shard.
+    shape = leaf.shape if isinstance(leaf, m.TensorLeaf) else ()
+    if shape and t.is_dtensor(like) and shape == tuple(like.shape):
+        _differ("kind", "a strided tensor", _describe(like), WHOLE_TO_SHARDED)
     return None
 
 
@@ -234,10 +227,9 @@ def _fit_subclass(leaf: m.SubclassLeaf, into: torch.Tensor) -> Iterator[Fit]:
         tensors.append(tensor)
         return 0
 
-    known = [describe(value, ("context",), refuse) for value in flat.leaves]
+    mine = [describe(value, ("context",), refuse) for value in flat.leaves]
     if tensors:
         raise MismatchError("a subclass with tensors in its context cannot be filled")
-    mine = [finished(item, lambda ticket: leaf.parts[ticket]) for item in known]  # type: ignore[arg-type, return-value]
     _same("context", (leaf.context, list(leaf.context_leaves)), (flat.tree, mine))
     for name, part in zip(attributes, leaf.parts, strict=True):
         yield from _fit_tensor(part, getattr(into, name))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from math import prod
 from typing import Literal, cast, get_args
 
@@ -11,7 +10,6 @@ from torchrelay.record import manifest as m
 from torchrelay.record.meshes import coordinate_of
 from torchrelay.state import tensors as t
 from torchrelay.state.leaves import distributed_parts
-from torchrelay.state.tree import show
 
 # "own": this rank's own part by the sender's mesh. "replica": also where this rank is not in that
 # mesh, so that the sender may be its counterpart in another replica. "as_sent": any.
@@ -25,7 +23,7 @@ def check_choice(shards: str) -> Shards:
     return cast(Shards, shards)
 
 
-def check_shards(leaf: m.Leaf, path: Iterable[object], shards: Shards) -> None:
+def check_shards(leaf: m.Leaf, shards: Shards) -> None:
     """`MismatchError` for a distributed leaf whose part at the sender is not this rank's own."""
     rank = t.global_rank()
     for part in () if shards == "as_sent" else distributed_parts(leaf):
@@ -37,8 +35,7 @@ def check_shards(leaf: m.Leaf, path: Iterable[object], shards: Shards) -> None:
             raise MismatchError(
                 f"the sender's shard of a {_NAMES[type(part)]}, {problem}: receive `into=` a model "
                 "or a state of this rank, from the rank that has its place in the mesh; "
-                'shards="as_sent" takes the part of the sender as it is',
-                path=show(path),
+                'shards="as_sent" takes the part of the sender as it is'
             )
 
 

@@ -6,7 +6,7 @@ the first write there is a way back; after it the state is new, or said to be to
 
 from __future__ import annotations
 
-from abc import abstractmethod
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -15,7 +15,7 @@ import torch
 
 from torchrelay.errors import RelayError, TornStateError
 from torchrelay.landing.held import HeldImages
-from torchrelay.landing.places import Landed, Landing, OwnTensor
+from torchrelay.landing.places import Landed, Landing
 from torchrelay.record.schema import Record
 from torchrelay.state.paths import Path
 from torchrelay.state.tree import show
@@ -32,7 +32,7 @@ def alone(phase: str, act: Act) -> None:
     act()
 
 
-class StateLanding(Landing):
+class StateLanding(Landing, ABC):
     """A landing of a whole state. It ends by `make`, then `end`; `commit` does both.
 
     A source that has boxes of tensors and no stream asks for images by number. It fills the memory
@@ -41,20 +41,17 @@ class StateLanding(Landing):
     """
 
     record: Record
+    held: HeldImages  # memory of the landing's own
     all_new = False  # nothing in it is the caller's
     _finishing = False
-
-    @property
-    @abstractmethod
-    def held(self) -> HeldImages:
-        """Memory of the landing's own, for images."""
 
     def are_equal(self, one: int, other: int) -> bool:
         """Whether two images that are held have the same bytes."""
         return torch.equal(self.held.bytes(one).cpu(), self.held.bytes(other).cpu())
 
-    def own(self) -> Iterator[OwnTensor]:
-        """The caller's tensors that take images as they are; none where they are staged."""
+    def own(self) -> Iterator[tuple[int, torch.Tensor]]:
+        """Images, each with the caller's tensor or local part that takes it as it is; none where
+        they are staged."""
         return iter(())
 
     @abstractmethod
@@ -79,6 +76,7 @@ class StateLanding(Landing):
         return not self.all_new and (self._finishing or self.torn)
 
     def commit(self) -> Landed:
+        """All chunks have arrived and hold: make them the state."""
         self.make()
         return self.end()
 

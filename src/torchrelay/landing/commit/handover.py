@@ -12,17 +12,17 @@ old tensors, where there is anything they could refuse.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 
-from torchrelay.errors import MismatchError, TornStateError, UnsupportedLeafError
+from torchrelay.errors import MismatchError, TornStateError
 from torchrelay.landing.destination import Pair, PreparedDestination
 from torchrelay.record import manifest as m
 from torchrelay.state import tensors as t
-from torchrelay.state.objects import Objects, StatefulObject
+from torchrelay.state.objects import StatefulObject
 from torchrelay.state.paths import Path
 from torchrelay.state.tree import flatten, has_records, show, slots, subtree, unflatten
 
@@ -47,7 +47,7 @@ class Handover:
     ) -> None:
         self._into, self._objects = into, into.objects
         self._branches, self._before, self._inside = branches, before, inside
-        self._states = _ObjectStates(into.objects)
+        self._old: dict[Path, _Old] = {}  # of objects that have been given another state
         self._modules = [
             path
             for path, held in into.objects.items()
@@ -72,19 +72,49 @@ class Handover:
 
         `written`: some of the caller's tensors are new already, so that no module can be asked.
         """
-        if self._before:
-            self._states.give(self._news)
+        for path, state in self._news.items() if self._before else ():
+            for one in (path[:-1], path) if self._objects[path].in_module else (path,):
+                self._remember(one)
+            self._give(path, state)
         changed = {*self._renewal.modules, *(path[:-1] for path in self._news_in_modules)}
         asked = [
             path
             for path in self._modules
             if not written and (path in changed or self._objects[path].choosy)
         ]
-        self._states.ask(asked, self._renewal.apply_inside)
+        for path in asked:
+            self._remember(path)
+        self._renewal.apply_inside()
+        for path in asked:
+            self._give(path, self._objects[path].state)
+
+    def _remember(self, path: Path) -> None:
+        if path not in self._old:
+            self._old[path] = _Old(self._objects[path])
+
+    def _give(self, path: Path, state: object) -> None:
+        """Have an object take a state. After a refusal all objects have their old state:
+        `MismatchError`, or `TornStateError` where one of them did not take it back."""
+        held = self._objects[path]
+        try:
+            held.load(state)
+        except BaseException as fault:
+            torn = self.take_back()
+            if not isinstance(fault, Exception):
+                raise
+            said = f"{type(held.object).__name__}.load_state_dict refused its new state: {fault!r}"
+            if not torn:
+                raise MismatchError(f"{said}; everything is as it was", path=show(path)) from fault
+            raise TornStateError(
+                f"{said}; not everything could be put back: {', '.join(map(show, torn))} may be "
+                "part new, the rest is old; load a state into it, or make a new one",
+                path=show(path),
+            ) from fault
 
     def take_back(self) -> list[Path]:
         """Undo `give`; returns the objects for which that failed."""
-        return self._states.take_back()
+        old, self._old = self._old, {}
+        return [path for path, before in reversed(old.items()) if not before.restore()]
 
     def finish(self) -> object:
         """The caller's tensors are new: so becomes the rest. Returns the state."""
@@ -93,14 +123,28 @@ class Handover:
             self._renewal.apply_inside()
             self._news = self._new_states(self._leaves)
         self._renewal.apply()
-        inside = self._news_in_modules  # these first: modules take them along
-        if not self._before:
-            _give_written(self._objects, {path: self._news[path] for path in inside})
-        _give_written(self._objects, {path: self._objects[path].state for path in self._modules})
-        if not self._before:
-            rest = {path: new for path, new in self._news.items() if path not in inside}
-            _give_written(self._objects, rest)
+        self._give_written()
         return self._renewal.state
+
+    def _give_written(self) -> None:
+        """Give objects their states after the caller's tensors: there is no way back."""
+        states = {path: self._objects[path].state for path in self._modules}
+        if not self._before:  # parts of modules come first: modules take them along
+            inside = {path: self._news[path] for path in self._news_in_modules}
+            states = {**inside, **states, **self._news}
+        left = list(states)
+        for number, path in enumerate(left):
+            held = self._objects[path]
+            try:
+                held.load(states[path])
+            except Exception as fault:
+                names, kind = ", ".join(map(show, left[number:])), type(held.object).__name__
+                raise TornStateError(
+                    f"{kind}.load_state_dict refused its new state: {fault!r}; "
+                    f"{names} may be part old, the rest is new; load a state into it, or make "
+                    "another",
+                    path=show(path),
+                ) from fault
 
     @property
     def _news_in_modules(self) -> list[Path]:
@@ -135,73 +179,6 @@ class _Old:
         except Exception:
             return False
         return True
-
-
-class _ObjectStates:
-    """New states for the objects of one destination, and the way back."""
-
-    def __init__(self, objects: Objects) -> None:
-        self._objects = objects
-        self._old: dict[Path, _Old] = {}
-
-    def give(self, states: Mapping[Path, object]) -> None:
-        """Give new states to objects that are not filled in place. After a refusal all have their
-        old state: `MismatchError`, or `TornStateError` where one of them did not take it back."""
-        for path, state in states.items():
-            for one in (path[:-1], path) if self._objects[path].in_module else (path,):
-                self._remember(one)
-            self._load(path, state)
-
-    def ask(self, paths: Iterable[Path], renew: Callable[[], None]) -> None:
-        """Ask modules whether they take what `renew` puts into their state dicts."""
-        asked = list(paths)
-        for path in asked:
-            self._remember(path)
-        renew()
-        for path in asked:
-            self._load(path, self._objects[path].state)
-
-    def _remember(self, path: Path) -> None:
-        if path not in self._old:
-            self._old[path] = _Old(self._objects[path])
-
-    def _load(self, path: Path, state: object) -> None:
-        held = self._objects[path]
-        try:
-            held.load(state)
-        except BaseException as fault:
-            torn = self.take_back()
-            if not isinstance(fault, Exception):
-                raise
-            said = f"{type(held.object).__name__}.load_state_dict refused its new state: {fault!r}"
-            if not torn:
-                raise MismatchError(f"{said}; everything is as it was", path=show(path)) from fault
-            raise TornStateError(
-                f"{said}; not everything could be put back: {', '.join(map(show, torn))} may be "
-                "part new, the rest is old; load a state into it, or make a new one",
-                path=show(path),
-            ) from fault
-
-    def take_back(self) -> list[Path]:
-        """Give every object its old state back; returns those that are torn."""
-        old, self._old = self._old, {}
-        return [path for path, before in reversed(old.items()) if not before.restore()]
-
-
-def _give_written(objects: Objects, states: Mapping[Path, object]) -> None:
-    """Give states to objects whose tensors have been written already; there is no way back."""
-    left = list(states)
-    for number, path in enumerate(left):
-        held = objects[path]
-        try:
-            held.load(states[path])
-        except Exception as fault:
-            names, kind = ", ".join(map(show, left[number:])), type(held.object).__name__
-            raise TornStateError(
-                f"{kind}.load_state_dict refused its new state: {fault!r}; "
-                f"{names} may be part old, the rest is new; load a state into it, or make another",
-                path=show(path),
-            ) from fault
 
 
 class _Renewal:
@@ -279,11 +256,7 @@ class _Renewal:
         mine = [index for _, index in slots(node.body)]
         if not any(index in self._new or index in self._touched for index in mine):
             return value
-        try:
-            return unflatten(node, {n: self._new.get(n, self._leaves[n]) for n in mine})
-        except UnsupportedLeafError as fault:
-            fault.path = show(path)
-            raise
+        return unflatten(node, {n: self._new.get(n, self._leaves[n]) for n in mine}, path)
 
 
 def _set(changes: list[tuple[Any, Any, object]]) -> None:

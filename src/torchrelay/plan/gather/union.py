@@ -75,7 +75,7 @@ class JoinedTrees:
     def path_key(self, home: int, leaf: int) -> bytes:
         """The path of a leaf, the same as of another tree's leaf at that path. Spelled as bytes: a
         peer's keys may hash alike."""
-        steps = self._paths[home].steps(leaf - self.homes[home].shift)
+        steps = self._paths[home][leaf - self.homes[home].shift]
         return _encode([encode_key(key) for key in steps])
 
 

@@ -129,10 +129,10 @@ class Pairs:
         if self.tree is None:
             paths = [pair[1] for pair in found.pairs]
         else:
-            paths = list(map(LeafPaths(self.tree).steps, self.offered.tolist()))
+            paths = list(map(LeafPaths(self.tree).__getitem__, self.offered.tolist()))
         rows = zip(self.leaf.tolist(), paths, self.here.tolist(), strict=True)
         pairs = [pair for row, pair in enumerate(rows) if row not in dropped]
-        return Matched(pairs, found.missing, found.extra)
+        return Matched(pairs)
 
 
 class LeafNumbers:

@@ -24,8 +24,8 @@ from torchrelay.errors import (
     TransferTimeoutError,
     UnsupportedLeafError,
 )
-from torchrelay.landing.commit.ending import TORN
-from torchrelay.landing.destination import prepare
+from torchrelay.landing.commit.ending import TORN, StateLanding
+from torchrelay.landing.destination import PreparedDestination
 from torchrelay.landing.places import Landed, named
 from torchrelay.landing.seam import Landing, land
 from torchrelay.memory.gpu.side import settle
@@ -187,7 +187,7 @@ class Receiving:
     ) -> None:
         self._member, self._sender, self._options = member, sender, options
         self._call, self._watch = call, call.watch
-        self._landing: Landing | None = None
+        self._landing: StateLanding | None = None
 
     def run(self) -> Loaded:
         with self._watch("call"):
@@ -223,7 +223,6 @@ class Receiving:
         with self._watch("data"):
             bring()
             talk.send(m.Fetched())
-            landing.arrived()
             talk.expect(m.Confirmed)
         with self._watch("commit"):
             landed = uninterrupted(partial(self._commit, landing, source))
@@ -232,11 +231,11 @@ class Receiving:
             source.choices[0].fetch.finish()
         return landed
 
-    def _fit(self, source: SourceRank, into: object) -> Landing:
+    def _fit(self, source: SourceRank, into: object) -> StateLanding:
         """Compare the offer with the destination; everything that can be refused is refused."""
         return land(source.record, into, self._options.landing, self._member.workspace)
 
-    def _commit(self, landing: Landing, source: SourceRank) -> Landed:
+    def _commit(self, landing: StateLanding, source: SourceRank) -> Landed:
         landed = landing.commit()
         settle()
         self._member.node.committed[self._sender] = source.offer.transfer
@@ -248,6 +247,6 @@ def _prepared(into: object) -> object:
     if into is None:
         return None
     try:
-        return prepare(into)
+        return PreparedDestination(into)
     except Exception:
         return into  # raised again when a state is offered for it, so that the sender hears of it

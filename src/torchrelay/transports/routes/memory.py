@@ -20,7 +20,6 @@ from torchrelay.geometry.runs import Moves, Runs, moves
 from torchrelay.memory.gpu.side import in_use
 from torchrelay.memory.vectors import Batch, OtherMemoryError, batches, copy, read
 from torchrelay.record.digest import RollingDigest
-from torchrelay.record.pause import gc_paused
 from torchrelay.transports.routes import route as r
 from torchrelay.transports.routes.cuda.handles import MAX_EXPORTS, Export
 from torchrelay.transports.routes.host import place
@@ -175,7 +174,7 @@ class MemoryFetch(ReadingFetch):
     def __init__(self, incoming: r.Incoming, reachable: Reachable) -> None:
         super().__init__(incoming, verify=reachable.facts.verify)
         self._facts, self._reads = reachable
-        self._places = self.landing.places()
+        self._places = self.landing.places
         self._rings = incoming.member.resources.of(MappedRings)
         self._ring: MappedRing | None = None
         self._slots, _ = slots_for(self._chunks.sizes)
@@ -200,8 +199,6 @@ class MemoryFetch(ReadingFetch):
         self._paths = choose_paths(chunks, self._places, theirs, verify=self._verify)
 
     def _threads(self, most: int) -> int:
-        if self._places.making:
-            most = max(1, most - 1)
         if self._paths.buffered:
             # Each thread has a buffer of its own.
             most = min(most, max(1, BUFFER_BYTES // max(self._chunks.sizes)))
@@ -222,13 +219,10 @@ class MemoryFetch(ReadingFetch):
         return [*straight, *self._paths.buffered, *self._paths.ringed]
 
     def _begin(self) -> None:
-        places = self._places
-        if places.live:
+        if self.landing.live:
             self.landing.torn = True
-        if self._one_by_one:
-            places.host  # noqa: B018  # made here, not by the threads that write to it
         if self._verify:
-            _clear(self._of(places.host, self._by_host).without(self._sources))
+            _clear(self._of(self._places.host, self._by_host).without(self._sources))
         else:
             self._read_straight()
         self._read_chunks([*self._one_by_one, *self._paths.opened])
@@ -258,13 +252,11 @@ class MemoryFetch(ReadingFetch):
     # Straight from the sender's memory
 
     def _read_straight(self) -> None:
-        sources, straight = self._of(self._sources, self._paths.straight), self._paths.straight
-        with gc_paused():  # memory may be made as it goes
-            for part in self._places.parts():
-                found = moves(sources.facing(part), part)
-                _clear(self._of(part, straight).unfilled(found))
-                for batch in batches(found, bridge=True):
-                    self._submit(partial(self._read_batch, batch))
+        straight, host = self._paths.straight, self._places.host
+        found = moves(self._of(self._sources, straight), host)
+        _clear(self._of(host, straight).unfilled(found))
+        for batch in batches(found, bridge=True):
+            self._submit(partial(self._read_batch, batch))
 
     def _of(self, runs: Runs, chunks: list[int]) -> Runs:
         """The parts of runs that belong to these chunks."""

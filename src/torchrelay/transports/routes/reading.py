@@ -59,7 +59,6 @@ class ReadingFetch(RouteFetch):
 
     def _begin(self) -> None:
         """Start to read everything."""
-        self.landing.places().host  # noqa: B018  # made here, not by the threads that write to it
         self._read_chunks(list(range(len(self._chunks))))
 
     def _read_chunks(self, chunks: list[int]) -> None:

@@ -141,7 +141,7 @@ class Incoming:
         chunks = self.landing.chunks
         if not (self.offer.cells and in_use()):
             return DeviceChunks(chunks, Runs([], [], []))
-        return DeviceChunks(chunks, self.landing.places().device)
+        return DeviceChunks(chunks, self.landing.places.device)
 
 
 class RouteFetch:

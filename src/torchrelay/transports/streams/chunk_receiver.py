@@ -69,8 +69,7 @@ class ChunkReceiver:
     ) -> None:
         self._landing, self._on_gpu = landing, on_gpu
         self._verify, self._cells = verify, cells
-        self._places = landing.places()
-        self._host = self._places.host  # made here, not by the threads that write to it
+        self._host = landing.places.host
         self._buffer, self.report = buffer, report
         self._room = threading.Semaphore(keep) if keep else None
         # Chunks that have not come, and that no connection is at. Each use is one call.
@@ -105,7 +104,7 @@ class ChunkReceiver:
         begin, size = chunks.offsets[index], chunks.sizes[index]
         address = self._host.whole(begin, begin + size)
         if address is not None:
-            self._landing.torn = self._landing.torn or self._places.live
+            self._landing.torn = self._landing.torn or self._landing.live
             return at_address(address, size), False
         if self._room is not None:
             while not self._room.acquire(timeout=0.1):

@@ -132,7 +132,7 @@ def pack(memory: Runs, allocations: list[_Allocation]) -> bytes:
     numbers = np.arange(len(allocations), dtype=np.uint64) << np.uint64(_APART)
     theirs = Runs([one.base for one in allocations], numbers, [one.nbytes for one in allocations])
     _, positions, there, nbytes = moves(ours, theirs)
-    return Runs.unordered(positions, there, nbytes).pack()
+    return Runs(positions, there, nbytes).pack()
 
 
 def _export(address: int, number: int) -> _Allocation:

@@ -13,7 +13,7 @@ import numpy as np
 
 from torchrelay.geometry.chunks import Chunks, Counts
 from torchrelay.geometry.runs import Moves, Runs, moves
-from torchrelay.landing.places import Places
+from torchrelay.plan.region import Stream
 
 
 class ChunkPaths(NamedTuple):
@@ -37,7 +37,7 @@ class SenderMemory(NamedTuple):
 
 
 def choose_paths(
-    chunks: Chunks, places: Places, memory: SenderMemory, *, verify: bool
+    chunks: Chunks, places: Stream, memory: SenderMemory, *, verify: bool
 ) -> ChunkPaths:
     """`verify`: host memory is hashed."""
     sources, exported, reads = memory.host, memory.exported, memory.reads
