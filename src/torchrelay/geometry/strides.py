@@ -6,10 +6,11 @@ Strides and extents here count elements unless a name says bytes.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import lru_cache
 from math import prod
 from typing import NamedTuple
 
-from torchrelay.geometry.memo import remembered
+FEW = 256  # results that are kept: shapes of a peer may hash alike, and then all are compared
 
 
 class Layout(NamedTuple):
@@ -36,7 +37,7 @@ def contiguous_strides(shape: Sequence[int]) -> tuple[int, ...]:
     return tuple(reversed(strides))
 
 
-@remembered(4096)
+@lru_cache(FEW)
 def extent(shape: tuple[int, ...], strides: tuple[int, ...]) -> int:
     """Elements from the first touched one to the last, both included."""
     if 0 in shape:
@@ -44,7 +45,7 @@ def extent(shape: tuple[int, ...], strides: tuple[int, ...]) -> int:
     return 1 + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
 
 
-@remembered(4096)
+@lru_cache(FEW)
 def packed(shape: tuple[int, ...], strides: tuple[int, ...]) -> Layout | None:
     """The gapless layout of a view, or None where elements of the view overlap each other.
 

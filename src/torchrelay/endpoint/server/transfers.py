@@ -69,7 +69,6 @@ class Transfers:
         self.finished: deque[dict[str, object]] = deque(maxlen=FINISHED)
         self.publishes: deque[dict[str, object]] = deque(maxlen=PUBLISHES)
         self.outcomes = {"done": 0, "failed": 0}
-        self.refused = {"token": 0, "limit": 0, "slow": 0, "range": 0}
         self.sent_bytes = self.published = self.skipped = self.mapped = 0
 
     def enter(
@@ -79,6 +78,7 @@ class Transfers:
         key = reader, snapshot.id
         found = self.active.get(key)
         if found is None:
+            self.sweep()
             if len(self.active) >= MAX_READERS:
                 return None
             found = Transfer(reader, address, agent[:80], snapshot, kind, total)
@@ -102,9 +102,6 @@ class Transfers:
 
     def of(self, snapshot: ServedSnapshot) -> Iterator[Transfer]:
         return (one for one in list(self.active.values()) if one.snapshot is snapshot)
-
-    def by_reader(self, reader: str) -> list[Transfer]:
-        return [one for one in self.active.values() if one.reader == reader]
 
     def sweep(self) -> None:
         """End transfers of readers that went away without a message."""

@@ -44,8 +44,9 @@ class WantedCopy(NamedTuple):
 
     @classmethod
     def of(cls, step: ServedSnapshot, sources: list[str]) -> WantedCopy:
-        servers = [step.ranks[place] for place in step.places] if step.ranks else []
-        chosen = [one for one in zip(step.order, servers, strict=False) if one[1] in sources]
+        whole = step.whole
+        servers = [whole.ranks[place] for place in whole.places] if whole.ranks else []
+        chosen = [one for one in zip(whole.volumes, servers, strict=False) if one[1] in sources]
         volumes, nbytes = laid_out(volume for volume, _ in chosen)
         return cls(step, volumes, [url for _, url in chosen], nbytes)
 
@@ -82,7 +83,7 @@ class Replication:
 
     def _held(self, step: ServedSnapshot) -> HeldStep:
         there = set(step.here)
-        order = step.order if step.record else []
+        order = step.whole.volumes if step.record else []
         bits = sum(1 << at for at, volume in enumerate(order) if volume.name in there)
         wanted = WantedCopy.of(step, self._sources()) if step.record else None
         copied = wanted is not None and all(one.name in there for one in wanted.volumes)
