@@ -54,7 +54,10 @@ class StagedVolumes(NamedTuple):
         return found
 
     def bytes_of(self, volume: Volume) -> Bits:
-        return np.frombuffer(self.memory[volume.start : volume.start + volume.nbytes], np.uint8)
+        return self.bytes_at(volume.start, volume.nbytes)
+
+    def bytes_at(self, start: int, nbytes: int) -> Bits:
+        return np.frombuffer(self.memory[start : start + nbytes], np.uint8)
 
 
 class StepComparison:
@@ -76,13 +79,22 @@ class StepComparison:
         begun = time.monotonic()
         found: dict[str, VolumeBitmap] = {}
         try:
-            if given is not None:
-                found = self._taken(new, given)
-            for volume, before, fields in new.alike(old) if given is None else ():
-                pair = old.bytes_of(before), new.bytes_of(volume)
-                found[volume.name] = VolumeBitmap(fields, [self._bits(*pair, f) for f in fields])
-            counted = (bitmap.count for bitmap in found.values())
-            self.changed = sum(counted) if given is None else given.changed
+            if given is None:
+                for volume, before, fields in new.alike(old):
+                    pair = old.bytes_of(before), new.bytes_of(volume)
+                    bits = [self._bits(*pair, field) for field in fields]
+                    found[volume.name] = VolumeBitmap(fields, bits)
+                self.changed = sum(bitmap.count for bitmap in found.values())
+            else:
+                for volume, fields, starts in zip(
+                    new.volumes, new.fields, given.places, strict=True
+                ):
+                    bits = [
+                        np.array(new.bytes_at(start, bits_bytes(field)))
+                        for field, start in zip(fields, starts, strict=True)
+                    ]
+                    found[volume.name] = VolumeBitmap(fields, bits)
+                self.changed = given.changed
             self.elements = sum(bitmap.elements for bitmap in found.values())
             self._found = found
         except InterruptedError:
@@ -99,23 +111,6 @@ class StepComparison:
             piece = slice(low, min(low + PIECE_BYTES, field.stop))
             found.append(changed(old[piece], new[piece], field.itemsize))
         return found[0] if len(found) == 1 else np.concatenate(found)
-
-    def _taken(self, new: StagedVolumes, given: FoundChanges) -> dict[str, VolumeBitmap]:
-        found = {}
-        for volume, fields, places in zip(new.volumes, new.fields, given.places, strict=True):
-            bits = [self._copied(new.memory, *one) for one in zip(fields, places, strict=True)]
-            found[volume.name] = VolumeBitmap(fields, bits)
-        return found
-
-    def _copied(self, memory: memoryview, field: Field, at: int) -> Bits:
-        """The bits of a field that lie at a place."""
-        bits = np.empty(bits_bytes(field), np.uint8)
-        for low in range(0, len(bits), PIECE_BYTES):
-            if self._stopped:
-                raise InterruptedError
-            high = min(low + PIECE_BYTES, len(bits))
-            bits[low:high] = np.frombuffer(memory[at + low : at + high], np.uint8)
-        return bits
 
     def wait(self, seconds: float) -> bool:
         """Whether it is over, after that long at most."""

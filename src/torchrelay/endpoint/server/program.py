@@ -73,8 +73,7 @@ class TwoSlots:
     def reserve(self, on_device: bool) -> m.Reserved:
         service = self._service
         self._reserved = slot = 1 - self._newest
-        snapshot = service.snapshots.in_slot(slot)
-        if snapshot is not None:
+        if (snapshot := service.snapshots.in_slot(slot)) is not None:
             now, readers = time.monotonic(), service.readers(snapshot)
             since = now if snapshot.superseded is None else snapshot.superseded
             if readers and now - since < self._hold:
@@ -90,17 +89,14 @@ class TwoSlots:
         device = service.devices.take() if on_device else -1
         return m.Reserved(slot, dropped=dropped, device=device)
 
-    @property
-    def newest(self) -> tuple[int, str] | None:
-        """The slot of the newest step, and its snapshot."""
-        found = self._service.snapshots.in_slot(self._newest)
-        return None if found is None else (self._newest, found.id)
-
-    def take(self) -> None:
-        """The trainer has written to the slot: the step that was in it is gone."""
-        snapshot = self._service.snapshots.in_slot(self._reserved)
-        if snapshot is not None:
+    def take(self) -> tuple[int, str] | None:
+        """The trainer has written to the slot: the step that was in it is gone. Returns the slot
+        of the newest step, and its snapshot."""
+        in_slot = self._service.snapshots.in_slot
+        if (snapshot := in_slot(self._reserved)) is not None:
             self._service.hide(snapshot, self._reserved)
+        newest = in_slot(self._newest)
+        return None if newest is None else (self._newest, newest.id)
 
     def show(self, shown: m.Show) -> None:
         if shown.export is None and self._service.snapshots.by_id(shown.snapshot) is not None:
@@ -109,14 +105,14 @@ class TwoSlots:
         self._service.show(shown)
 
     def finish(self, ended: m.FinishPublish) -> None:
+        snapshot = self._service.snapshots.in_slot(self._reserved)
         if not ended.failed and ended.skipped is None:
             self._newest = self._reserved
-            return
-        snapshot = self._service.snapshots.in_slot(self._reserved)
-        if snapshot is not None and snapshot.suspended:
+        elif snapshot is not None and snapshot.suspended:
             snapshot.suspended = False
             if not ended.unused:
                 self._service.hide(snapshot, self._reserved)
+        self._service.finish(ended)
 
 
 class EndpointProgram:
@@ -156,13 +152,11 @@ class EndpointProgram:
             if isinstance(request, m.Tell):
                 return m.StatusText(msgspec.json.encode(status(service)))
             if isinstance(request, m.StageSlot):
-                slots.take()
-                base = slots.newest
+                base = slots.take()
             elif isinstance(request, m.Show):
                 slots.show(request)
             else:
                 slots.finish(request)
-                service.finish(request)
         if isinstance(request, m.StageSlot):
             return stage(service, fd, request, base)
         return m.Obeyed()

@@ -39,7 +39,7 @@ class Retention:
         self.decided = KeeperDecision([], False, [])
         self._slots: dict[int, WorkerSlot] = {}  # by number
         self._holders: set[int] = set()  # workers that ever held one
-        self._live: set[int] = {OWN}
+        self.workers: set[int] = set()  # that are connected
         self._numbers = 0
 
     @property
@@ -49,12 +49,9 @@ class Retention:
 
     # Workers.
 
-    def enter(self, worker: int) -> None:
-        self._live.add(worker)
-
     def leave(self, worker: int) -> None:
         """A worker is gone, and what it has not shown goes with it."""
-        self._live.discard(worker)
+        self.workers.discard(worker)
         self._holders.discard(worker)
         for slot in self._of(worker):
             self._slots[slot].held = False
@@ -167,7 +164,8 @@ class Retention:
 
     def tidy(self) -> None:
         """Free what is not needed of workers that are gone."""
-        for slot in [one for one, slot in self._slots.items() if slot.worker not in self._live]:
+        live = {OWN, *self.workers}
+        for slot in [one for one, slot in self._slots.items() if slot.worker not in live]:
             if self._is_idle(slot):
                 self._clear(slot)
 
