@@ -447,8 +447,9 @@ def test_boxes_are_read_from_where_they_lie() -> None:
     reads = Reads(
         one([w, w, s, w, s]),
         1 << 20,
-        one([1, 2, 0, 0, 3]),
-        (((1, 0), (2, 4)), ((0, 1), (3, 2)), ((2, 0), (2, 1))),
+        one([0, 1, 4]),
+        one([1, 0, 0, 1, 2, 0]),
+        one([2, 4, 3, 2, 2, 1]),
     )
     part = SnapshotPart(snapshot, decode_reads(encode_reads(reads), snapshot.record))
     assert part.chunks.image_bytes.tolist() == [32, 24, 32, 48, 8]
@@ -464,27 +465,22 @@ def test_boxes_are_read_from_where_they_lie() -> None:
         part.check_unchanged()
 
 
-def _reads(
-    images: list[int], box_of: list[int] | None = None, *boxes: Box, chunk_bytes: int = 64
-) -> Reads:
-    column = None if box_of is None else np.array(box_of, np.int64)
-    return Reads(np.array(images, np.int64), chunk_bytes, column, boxes)
+def _reads(images: list[int], *more: list[int], chunk_bytes: int = 64) -> Reads:
+    columns = [np.array(some, np.int64) for some in more]
+    return Reads(np.array(images, np.int64), chunk_bytes, *columns)
 
 
 @pytest.mark.parametrize(
     "reads",
     [
         _reads([2]),
-        _reads([0], [2], ((0, 0), (1, 1))),
-        _reads([0], [1], ((0,), (1,))),
-        _reads([0], [1], ((2, 0), (2, 1))),
-        _reads([0], [1], (((1 << 62) - 1, 0), ((1 << 62) - 1, 1))),
-        _reads([0], [1], ((1 << 62, 0), (1 << 62, 1))),
-        _reads([0], [1, 1], ((0, 0), (1, 1))),
-        _reads([0], [1], ((0, 0, 0), (1, 1))),
-        _reads([0], [1]),
-        _reads([0], [1], ((0, 0), (1, 1)), ((0, 0), (1, 1))),
-        _reads([0], None, ((0, 0), (1, 1))),
+        _reads([0], [1], [0, 0], [1, 1]),
+        _reads([0], [0], [0], [1]),
+        _reads([0], [0], [2, 0], [2, 1]),
+        _reads([0], [0], [1 << 62, 0], [1 << 62, 1]),
+        _reads([0], [0, 0], [0, 0, 0, 0], [1, 1, 1, 1]),
+        _reads([0], [0], [0, 0, 0], [1, 1]),
+        _reads([0], [0]),
         _reads([0], chunk_bytes=0),
         _reads([0], chunk_bytes=1 << 40),
     ],
@@ -514,7 +510,7 @@ def mutated(chance: random.Random, good: bytes) -> bytes:
 def test_mutants_of_reads_are_refused_or_can_be_served() -> None:
     snapshot = capture(STATE)
     w = image_of(snapshot, (3, 4))
-    good = encode_reads(_reads([w, w], [0, 1], ((0, 1), (3, 2))))
+    good = encode_reads(_reads([w, w], [1], [0, 1], [3, 2]))
     chance = random.Random(SEED)
     served = 0
     for _ in range(rounds(4000, 4)):

@@ -6,10 +6,11 @@ has chunks of its own, so that it can be sent from where it lies.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from bisect import bisect_right
+from collections.abc import Iterator, Sequence
 from functools import cached_property
 from itertools import accumulate
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -92,6 +93,15 @@ def stream_bytes(nbytes: Sizes) -> int:
     return int(_aligned(nbytes).sum())
 
 
+class Extent(NamedTuple):
+    """Bytes [start, stop) of one image, and their offset in a section of the stream."""
+
+    image: int
+    start: int
+    stop: int
+    at: int
+
+
 class Chunks:
     """The chunks of a stream: their offsets, and the parts of images that each one holds."""
 
@@ -151,6 +161,17 @@ class Chunks:
         part = np.where(index < len(begin), np.clip(edges - begin[inside], 0, nbytes[inside]), 0)
         counts: Counts = np.diff(before[index] + part)
         return counts
+
+    def within(self, begin: int, end: int) -> Iterator[Extent]:
+        """The parts of images in bytes [begin, end) of the stream, in order. Padding belongs to
+        none."""
+        image = max(bisect_right(self.starts, begin) - 1, 0)
+        while image < len(self.starts) and (origin := self.starts[image]) < end:
+            start = max(begin - origin, 0)
+            stop = min(end - origin, int(self.image_bytes[image]))
+            if start < stop:
+                yield Extent(image, start, stop, origin + start - begin)
+            image += 1
 
 
 assert SMALL_BYTES % ALIGN == MIN_CHUNK_BYTES % ALIGN == 0

@@ -6,11 +6,10 @@ Strides and extents here count elements unless a name says bytes.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from functools import lru_cache
 from math import prod
 from typing import NamedTuple
 
-FEW = 256  # results that are kept: shapes of a peer may hash alike, and then all are compared
+from torchrelay.geometry.memo import remembered
 
 
 class Layout(NamedTuple):
@@ -37,7 +36,7 @@ def contiguous_strides(shape: Sequence[int]) -> tuple[int, ...]:
     return tuple(reversed(strides))
 
 
-@lru_cache(FEW)
+@remembered(4096)
 def extent(shape: tuple[int, ...], strides: tuple[int, ...]) -> int:
     """Elements from the first touched one to the last, both included."""
     if 0 in shape:
@@ -45,7 +44,7 @@ def extent(shape: tuple[int, ...], strides: tuple[int, ...]) -> int:
     return 1 + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
 
 
-@lru_cache(FEW)
+@remembered(4096)
 def packed(shape: tuple[int, ...], strides: tuple[int, ...]) -> Layout | None:
     """The gapless layout of a view, or None where elements of the view overlap each other.
 

@@ -156,7 +156,7 @@ class SnapshotPart(Sendable):
         self.chunks = reads.layout(snapshot.record)
         addresses: Numbers = snapshot.addresses[reads.images]
         regions: dict[int, Region] = {}  # what is not one run of host memory
-        for number, box in reads.cut():
+        for number, box in zip(reads.cut_reads.tolist(), reads.boxes(snapshot.record), strict=True):
             if 0 in box[1]:
                 continue
             image = int(reads.images[number])

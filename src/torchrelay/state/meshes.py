@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
 from weakref import WeakKeyDictionary
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
+from torchrelay.geometry.memo import remembered
 from torchrelay.record import manifest as m
 from torchrelay.record.meshes import mesh_of, ranks_of
 
@@ -24,7 +24,7 @@ def mesh_record(mesh: DeviceMesh) -> m.Mesh:
     return found
 
 
-@lru_cache(64)
+@remembered(64)
 def described_mesh(record: m.Mesh, rank: int) -> DeviceMesh:
     """A mesh as one rank sees it, with no process groups behind it."""
     return DeviceMesh(

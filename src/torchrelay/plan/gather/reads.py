@@ -21,7 +21,7 @@ from torchrelay.plan.share.rank_share import RankShare
 from torchrelay.record.dtypes import itemsize
 from torchrelay.record.reads import Reads
 from torchrelay.record.rows import Marks
-from torchrelay.record.schema import Record, column_of
+from torchrelay.record.schema import Record
 
 _encode = msgspec.msgpack.Encoder().encode
 SCATTERED = -1  # in place of a byte of an image
@@ -61,12 +61,14 @@ class RankReads(NamedTuple):
 
     def asked(self, chunk_bytes: int) -> Reads:
         """As the rank is asked for them."""
-        cut = self.box != WHOLE
-        used, inverse = np.unique(self.box[cut], return_inverse=True)
-        numbers = np.zeros(len(cut), np.int64)
-        numbers[cut] = inverse + 1
-        boxes = tuple([self.boxes[number] for number in used.tolist()])
-        return Reads(self.images, chunk_bytes, column_of(numbers), boxes)
+        cut = np.flatnonzero(self.box != WHOLE)
+        if not len(cut):
+            return Reads(self.images, chunk_bytes)
+        boxes = [self.boxes[number] for number in self.box[cut].tolist()]
+        offsets, sizes = (
+            np.array([number for box in boxes for number in box[side]], np.int64) for side in (0, 1)
+        )
+        return Reads(self.images, chunk_bytes, cut, offsets, sizes)
 
 
 class _SharedBox(NamedTuple):

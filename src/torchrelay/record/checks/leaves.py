@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import lru_cache
 from math import prod
 from typing import Any
 
 from torchrelay.errors import ManifestError
-from torchrelay.geometry.strides import FEW, contiguous_strides, extent
+from torchrelay.geometry.memo import remembered
+from torchrelay.geometry.strides import contiguous_strides, extent
 from torchrelay.record import manifest as m
 from torchrelay.record.checks.tree import TreeLimits, check_tree
 from torchrelay.record.dtypes import dtype_from_text, itemsize
@@ -46,7 +46,7 @@ def check_shape(shape: tuple[int, ...]) -> int:
     return numel
 
 
-@lru_cache(FEW)
+@remembered(1 << 14)
 def geometry(
     dtype: str, shape: tuple[int, ...], strides: tuple[int, ...] | None
 ) -> tuple[int, int, int]:
