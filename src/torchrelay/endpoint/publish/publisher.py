@@ -22,7 +22,7 @@ from torchrelay.deadlines import Deadline, Timeout
 from torchrelay.endpoint.encoding import Encoding
 from torchrelay.endpoint.float8 import quantized
 from torchrelay.endpoint.publish.device_slots import UNABLE, DeviceSlot, DeviceSlots
-from torchrelay.endpoint.publish.known_plan import KnownPlan, RecordedStep
+from torchrelay.endpoint.publish.known_plan import KnownPlan, RecordedStep, again
 from torchrelay.endpoint.publish.server_process import ServerProcess
 from torchrelay.endpoint.server import messages as m
 from torchrelay.errors import EndpointError, UsageError
@@ -345,22 +345,16 @@ class Publisher:
         """Every rank shows its volumes, those that list the step with the record of all of them.
         The coordinator is the last: what it lists can be read."""
         listing = self._server.listing(staged.urls)
-        written: list[list[bytes]] = []
-        known: list[RecordedStep] = []
+        kept, written = staged.on_device, list[bytes]()  # the digests of this rank's volumes
+        last = self._known.like(staged.planned)  # meanwhile a GPU hashes
 
         def hash_mine() -> bytes:
-            slot = staged.on_device
-            fits = self._known.fits(staged.planned)  # meanwhile a GPU hashes
-            found = self._hashed(staged, deadline) if slot is None else slot.digests(staged.volumes)
-            written.append(found)
-            if fits:
-                known.append(self._known.again(staged.step, found))
-                return b""
-            return encode(staged.planned.share.written(found))
+            written.extend(kept.digests(staged.volumes) if kept else self._hashed(staged, deadline))
+            return b"" if last else encode(staged.planned.share.written(written))
 
         def decide(said: list[bytes]) -> list[bytes]:
-            if known:
-                made, places = known[0], [COORDINATOR] * len(written[0])
+            if last is not None:
+                made, places = again(last, staged.step, written), [COORDINATOR] * len(written)
             else:
                 shares = decode_shares(staged.step, said)
                 made = self._known.made(staged.step, staged.planned, shares)
@@ -374,10 +368,10 @@ class Publisher:
         snapshot, whole = decoded(_recorded, heard, COORDINATOR)
         own = [
             msgspec.structs.replace(volume, digests=digests)
-            for volume, digests in zip(staged.volumes, written[0], strict=True)
+            for volume, digests in zip(staged.volumes, written, strict=True)
         ]
         shown = m.Show(staged.slot, staged.step, snapshot, own, whole)
-        if (kept := staged.on_device) is not None:
+        if kept is not None:
             lent = msgspec.structs.replace(shown, slot=kept.number, export=kept.export)
             self._show_in_turn(call, "lend", lent, deadline)
             self._copy_to_host(staged._replace(volumes=own), kept, snapshot, deadline)
@@ -398,7 +392,7 @@ class Publisher:
         the bits of what changed."""
         share = staged.planned.share
         end = nbytes = m.laid_out(share.files)[1]
-        fields = self._known.fields(share) if self._encoding.history else []
+        fields = self._known.fields(share.layout) if self._encoding.history else []
         made = self._devices.changes(kept, share, staged.volumes, fields) if fields else None
         if made is not None:
             end += len(made[1].bits)
@@ -421,7 +415,8 @@ class Publisher:
         arena = self.arenas[staged.slot]
         request = m.StageSlot(staged.slot, arena.nbytes, staged.volumes, attached=True)
         if self._encoding.history:
-            request.fields, request.found = self._known.fields(staged.planned.share), changes
+            request.fields = self._known.fields(staged.planned.share.layout)
+            request.found = changes
         return self._server.stage(request, arena.fd, deadline.left()).digests
 
     # The end.

@@ -99,9 +99,7 @@ class ServedSnapshot:
         self.arrivals = arrivals  # of a step that is still arriving
         self.parts: dict[int, Part] = {}  # by the number of the slot
         self.shown = time.time()
-        self.superseded: float | None = None  # by the monotonic clock
         self.replaced = False  # by one with the same number or a lower one: for its readers alone
-        self.suspended = False  # another step may be about to be written to its memory
 
     def add(self, shown: Show, slot: Slot) -> None:
         """A slot has some of its volumes, and the record of all of them may be here."""
@@ -194,9 +192,6 @@ class Snapshots:
         snapshot = self.by_id(shown.snapshot)
         if snapshot is None:
             snapshot = ServedSnapshot(shown, arrivals)
-            for other in self.shown:
-                if other.superseded is None:
-                    other.superseded = time.monotonic()
             self.shown.append(snapshot)
         snapshot.add(shown, self.slots[shown.slot])
         if self.changes is not None:
@@ -221,13 +216,10 @@ class Snapshots:
         if not snapshot.parts:
             self.shown.remove(snapshot)
 
-    def _reversed(self) -> Iterator[ServedSnapshot]:
-        return (one for one in reversed(self.shown) if not one.suspended)
-
     @property
     def listed(self) -> list[ServedSnapshot]:
         """Steps that have a record here, the newest last."""
-        return [one for one in self._reversed() if one.record and not one.replaced][::-1]
+        return [one for one in self.shown if one.record and not one.replaced]
 
     @property
     def newest(self) -> ServedSnapshot | None:
@@ -235,10 +227,10 @@ class Snapshots:
         return listed[-1] if listed else None
 
     def by_step(self, step: int) -> ServedSnapshot | None:
-        return next((one for one in self._reversed() if one.step == step and one.record), None)
+        return next((one for one in reversed(self.shown) if one.step == step and one.record), None)
 
     def by_id(self, snapshot: str) -> ServedSnapshot | None:
-        return next((one for one in self._reversed() if one.id == snapshot), None)
+        return next((one for one in reversed(self.shown) if one.id == snapshot), None)
 
     def in_slot(self, number: int) -> ServedSnapshot | None:
         return next((one for one in self.shown if number in one.parts), None)

@@ -11,7 +11,7 @@ import re
 import secrets
 from collections.abc import Callable, Iterator
 from contextlib import closing, nullcontext
-from functools import partial
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Annotated, TypeVar
 
 import msgspec
@@ -90,7 +90,6 @@ class StepServer:
         url = ServerUrl(access.scheme, listen.host, self.port).url
         self.service = service = Service(http, url, access=access, stall=listen.stall)
         self._memory = LocalMemory(service) if lends else None
-        self._page_answers: PageAnswers | None = None  # once the page was asked for
         # Handlers by path. Short answers are made with the lock held.
         local = LocalFacts(machine(), "" if self._memory is None else self._memory.name)
         self._short: dict[str, Handler] = {
@@ -108,7 +107,7 @@ class StepServer:
             "/volumes/": self._volume,
             "/model.safetensors": self._file,
             PARTS: self._parts,
-            **dict.fromkeys((PAGE, *PATHS), self._page),
+            **dict.fromkeys((PAGE, *PATHS), lambda asked, _: self._page_answers.answer(asked)),
         }
         self._acceptor = Acceptor(listener, http.serve)
 
@@ -358,14 +357,13 @@ class StepServer:
                     transfers.end(transfer, "failed" if reason else "done", reason)
                 service.lock.notify_all()
 
-    def _page(self, request: Request, connection: HttpConnection) -> Response:
+    @cached_property
+    def _page_answers(self) -> PageAnswers:
         # Imported for the page alone: with numpy it takes as much memory as the server itself.
         from torchrelay.endpoint.page.answers import PageAnswers
         from torchrelay.endpoint.page.served import ServedWatch
 
-        if self._page_answers is None:
-            self._page_answers = PageAnswers(ServedWatch(self.service))
-        return self._page_answers.answer(request)
+        return PageAnswers(ServedWatch(self.service))
 
 
 def _body(request: Request, kind: type[Said], form: str) -> Said:

@@ -36,16 +36,15 @@ class Transfer:
     leases: int = 0  # of memory that it has mapped
     cut: str = ""  # why its answers were ended
     fault: str = ""  # why the last of them failed
-    samples: deque[tuple[float, int]] = field(default_factory=lambda: deque(maxlen=64))
+    samples: deque[tuple[float, int]] = field(default_factory=lambda: deque(maxlen=2))
 
     @property
     def rate(self) -> float:
         """Bytes a second, of the last seconds."""
         now = time.monotonic()
-        recent = [(at, done) for at, done in self.samples if now - at <= RATE_SECONDS]
-        if not recent:
+        if not self.samples or now - self.seen > RATE_SECONDS:
             return 0.0
-        at, done = recent[0]
+        at, done = self.samples[0]
         return (self.bytes - done) / max(now - at, 0.05)
 
     def facts(self) -> dict[str, object]:
@@ -90,7 +89,7 @@ class Transfers:
         self.sent_bytes += nbytes
         transfer.bytes += nbytes
         transfer.seen = now = time.monotonic()
-        if not transfer.samples or now - transfer.samples[-1][0] > RATE_SECONDS / 32:
+        if not transfer.samples or now - transfer.samples[-1][0] > RATE_SECONDS:
             transfer.samples.append((now, transfer.bytes))
 
     def end(self, transfer: Transfer, outcome: str, reason: str = "") -> None:

@@ -79,21 +79,6 @@ class Retention:
         self.tidy()
         if worker != OWN and (why := self.full()):
             return m.Reserved(-1, why)
-        return self._reserve(worker, nbytes)
-
-    def full(self) -> str:
-        """Why workers get no memory for another step, whatever its size."""
-        copies = self._of(OWN)
-        needed = [one for one in self._snapshots.shown if self._is_needed(one)]
-        needed = [one for one in needed if not copies >= one.parts.keys()]
-        if len(needed) < self.settings.steps:
-            return ""
-        steps = ", ".join(str(one.step) for one in needed)
-        return (
-            f"the keeper has steps {steps} until the last of them is copied, and room for no more"
-        )
-
-    def _reserve(self, worker: int, nbytes: int) -> m.Reserved:
         idle = sorted(
             (slot for slot in self._of(worker) if self._is_idle(slot)),
             key=lambda slot: (
@@ -127,6 +112,18 @@ class Retention:
             self._snapshots.detach(chosen)  # the worker takes other memory for it
             self.attached(chosen, nbytes)
         return m.Reserved(chosen, dropped=dropped)
+
+    def full(self) -> str:
+        """Why workers get no memory for another step, whatever its size."""
+        copies = self._of(OWN)
+        needed = [one for one in self._snapshots.shown if self._is_needed(one)]
+        needed = [one for one in needed if not copies >= one.parts.keys()]
+        if len(needed) < self.settings.steps:
+            return ""
+        steps = ", ".join(str(one.step) for one in needed)
+        return (
+            f"the keeper has steps {steps} until the last of them is copied, and room for no more"
+        )
 
     def attached(self, slot: int, nbytes: int) -> None:
         self._slots[slot].nbytes = nbytes
