@@ -167,6 +167,7 @@ class Publisher:
             try:
                 volumes = self._copy(planned.share, slot, on_device)
             except BaseException as fault:
+                self._give_up(step)  # at once: readers wait for it
                 self._in_background(call, fault, pending, deadline)
                 raise
             seconds = time.monotonic() - begun
@@ -336,8 +337,9 @@ class Publisher:
                 seconds = {"stage": staged.seconds, "hash": ended.hash_seconds}
                 report = Report(staged.step, staged.planned.share.nbytes, seconds)
         except BaseException as found:
-            fault = None if isinstance(staged, BaseException) else found
-            self._give_up(pending.step)
+            if isinstance(staged, StagedStep):
+                fault = found
+                self._give_up(staged.step)
         call.drain()
         pending.end(report, fault)
 
