@@ -268,15 +268,15 @@ def test_slots_of_a_server() -> None:
     assert [publish(n) for n in range(4)] == [0, 1, 0, 1]
     first = steps.newest
     assert first is not None and first.step == 3
-    steps.borrow(first)
+    steps.leases[first.slot] += 1
     assert [publish(n) for n in (4, 5, 6)] == [0, 2, 0]
     assert steps.find("", 3) is first and steps.find(f"{5:032x}", None) is not None
     for step in (5, 6):
         found = steps.find("", step)
         assert found is not None
-        steps.borrow(found)
+        steps.leases[found.slot] += 1
     assert publish(7) == -1 and steps.newest is None
-    steps.give_back(first)
+    steps.leases[first.slot] -= 1
     assert publish(8) == 1 and steps.find("", 3) is None
     slot = steps.take()
     steps.finish(FinishPublish(9, failed=True))

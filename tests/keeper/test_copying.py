@@ -108,6 +108,6 @@ def test_a_source_that_is_gone(quick: None, slot: Slot) -> None:
 
 
 def test_a_fault_that_nobody_thought_of(slot: Slot, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(CopyThread, "_missing", lambda *_: 1 / 0)
+    monkeypatch.setattr(CopyThread, "_unchanged", lambda *_: 1 / 0)
     monkeypatch.setattr(threading, "excepthook", lambda _: None)
     assert "ZeroDivisionError" in copy_from("http://127.0.0.1:9", slot).why

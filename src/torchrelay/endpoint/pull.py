@@ -124,7 +124,11 @@ def pull(
         try:
             loaded = loader.load(ranks.call("pull"), request, deadline)
             reason, nbytes = "", loaded.report.bytes
-            loaded = _pulled(loaded, origin, verify, seeding, on_device)
+            if seeding is not None and seeding.swarm is not None:
+                loaded = replace(loaded, seed=seeding.swarm.seed)
+            server = on_device or origin
+            if isinstance(server, (DeviceSource, EndpointSource)):  # it knows what it has sent
+                loaded = server.reported(loaded, "http", verify=verify)
             measured.end(loaded.report)
             return loaded
         except StorageTimeoutError as fault:
@@ -151,20 +155,3 @@ def pull(
 def _pool(process: int) -> Pool:
     """Memory that a pull of this process leaves for the next one. A child of a fork has its own."""
     return Pool(usual_limit(), seconds=POOL_SECONDS)
-
-
-def _pulled(
-    loaded: Loaded,
-    origin: Source,
-    verify: bool,
-    seeding: SeedingSource | None,
-    on_device: DeviceSource | None,
-) -> Loaded:
-    """The result, with what the source knows of its servers."""
-    if on_device is not None:
-        return on_device.reported(loaded, "http", verify=verify)
-    if seeding is not None and seeding.swarm is not None:
-        loaded = replace(loaded, seed=seeding.swarm.seed)
-    if not isinstance(origin, EndpointSource):
-        return loaded
-    return origin.reported(loaded, "http", verify=verify)

@@ -69,11 +69,11 @@ def _is_complete(parts: Sequence[HeldStep]) -> bool:
 
 
 def check_budget(
-    parts: Sequence[int], urls: Sequence[str], budgets: Sequence[int], copies: int
+    parts: Sequence[int], urls: Sequence[str], budgets: Sequence[int | None], copies: int
 ) -> None:
     """`UsageError` where two steps of a host and two copies do not fit into its keeper's memory.
 
-    For each rank: the bytes of its part of a step, its keeper, and the keeper's budget, 0 for none.
+    For each rank: the bytes of its part of a step, its keeper, and the keeper's budget, if any.
     """
     own: dict[str, int] = {}
     for nbytes, url in zip(parts, urls, strict=True):

@@ -46,10 +46,6 @@ class _Together(msgspec.Struct, array_like=True):
     token: str
 
 
-_present = msgspec.msgpack.Decoder(_Present)
-_together = msgspec.msgpack.Decoder(_Together)
-
-
 class Keeper:
     """A process that holds the newest staged steps of the workers when they are gone. Restarted
     workers recover from it, whatever their number.
@@ -99,7 +95,8 @@ class Keeper:
             self._timeout = seconds_of(timeout)
             self._name = KeeperName.of(job)
             self._access, place = access or Access(), Address.parse(address)
-            join = JoinKeeper.of(place, self._access, memory, steps, copies, rate, lease)
+            listen = m.Listen.at(*place, self._access)
+            join = JoinKeeper(listen, memory, steps, copies, rate, lease)
             given = join.listen.token is not None
             self._server = KeeperProcess(self._name, join)
             self._server.start(self._timeout)
@@ -119,12 +116,10 @@ class Keeper:
         joined = self._server.joined
         call = self._all.call("join")
 
-        def mine() -> bytes:
-            here = _Present(self.url, joined.token, given, machine(), joined.members)
-            return msgspec.msgpack.encode(here)
+        here = _Present(self.url, joined.token, given, machine(), joined.members)
 
         def decide(said: list[bytes]) -> list[bytes]:
-            ranks = [_present.decode(data) for data in said]
+            ranks = [msgspec.msgpack.decode(data, type=_Present) for data in said]
             if place.is_loopback and len({rank.machine for rank in ranks}) > 1:
                 raise UsageError(
                     f"keepers on several machines do not reach each other at {place.host}: give "
@@ -138,18 +133,17 @@ class Keeper:
             token = next(iter(tokens), before[0] if before else ranks[0].token)
             urls = list(dict.fromkeys(rank.url for rank in ranks))
             known = dict.fromkeys([*urls, *(url for rank in ranks for url in rank.members)])
-            answer = _Together(urls, list(known), token)
-            return [msgspec.msgpack.encode(answer)] * len(said)
+            return [msgspec.msgpack.encode(_Together(urls, list(known), token))] * len(said)
 
-        found = _together.decode(call.round("join", mine, decide, deadline))
+        answer = call.round("join", lambda: msgspec.msgpack.encode(here), decide, deadline)
+        found = msgspec.msgpack.decode(answer, type=_Together)
         self._server.agree(found.token, found.known)
 
-        def meet() -> bytes:
+        def meet() -> None:
             self._server.meet(found.urls, deadline)
             self._publisher.urls = found.urls
-            return b""
 
-        call.round("meet", meet, lambda said: said, deadline)
+        call.together("meet", meet, deadline)
         call.drain()
 
     @property

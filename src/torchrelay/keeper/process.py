@@ -29,7 +29,7 @@ _PREFIX = "torchrelay-keeper"
 _WORD = re.compile(r"[A-Za-z0-9._-]{1,32}")
 
 _answer = msgspec.msgpack.Decoder(k.KeeperAnswer)
-_reported = msgspec.msgpack.Decoder(tuple[int, k.KeeperReport])
+_reported = msgspec.msgpack.Decoder(tuple[int | None, k.KeeperReport])
 
 
 class KeeperName(NamedTuple):
@@ -96,8 +96,7 @@ def begin(name: KeeperName, deadline: Deadline) -> None:
     process, link = launch(PROGRAM, mute=True)
     with link:
         try:
-            begun = msgspec.msgpack.encode(k.BeginKeeping(name.address))
-            said = exchange(link, begun, deadline.left()).decode()
+            said = exchange(link, name.address.encode(), deadline.left()).decode()
         except (OSError, EOFError) as fault:
             raise EndpointError(f"the keeper did not start: {fault}. Try again") from None
         finally:
@@ -139,7 +138,6 @@ class KeeperProcess(ServerProcess):
         self._join = join
         self.joined = k.Joined(0, "", [], 0)  # until `start`
         self.known: list[str] = []  # keepers of the job, now and before
-        self._budgets: list[int] = []  # the coordinator's: of each rank's keeper
 
     @property
     def token(self) -> str:
@@ -174,16 +172,15 @@ class KeeperProcess(ServerProcess):
         found = self.ask(k.AskReport(), k.KeeperReport, deadline.left())
         return msgspec.msgpack.encode((self._join.memory, found))
 
-    def choose(self, reports: list[bytes], urls: list[str], step: int) -> tuple[bytes, str]:
+    def choose(
+        self, reports: list[bytes], parts: list[int], urls: list[str], step: int
+    ) -> tuple[bytes, str]:
         found = [decoded(_reported, data, rank) for rank, data in enumerate(reports)]
-        self._budgets = [memory for memory, _ in found]
+        check_budget(parts, urls, [memory for memory, _ in found], self._join.copies)
         copies = len(set(urls)) > 1 and self._join.copies > 0
         once = {url: reported for url, (_, reported) in zip(urls, found, strict=True)}
         decision, why = choose(list(once.values()), step, copies=copies)
         return msgspec.msgpack.encode(decision), why
-
-    def check(self, parts: list[int], urls: list[str]) -> None:
-        check_budget(parts, urls, self._budgets, self._join.copies)
 
     def listing(self, urls: list[str]) -> set[int]:
         return {urls.index(url) for url in urls}

@@ -11,6 +11,7 @@ from torchrelay.cli.access import CERTFILE, KEYFILE, given
 from torchrelay.cli.output import JSON, fail, plain, print_json, size
 from torchrelay.endpoint.address import Address
 from torchrelay.endpoint.publish.server_process import START_SECONDS
+from torchrelay.endpoint.server.messages import Listen
 from torchrelay.errors import EndpointError, UsageError
 from torchrelay.keeper import process
 from torchrelay.keeper.server import messages as k
@@ -75,7 +76,8 @@ def keeper(
 def _run(
     name: process.KeeperName, lease: float, memory: int | None, address: str, access: Access
 ) -> None:
-    join = k.JoinKeeper.of(Address.parse(address), access, memory, lease=lease, begins=True)
+    listen = Listen.at(*Address.parse(address), access)
+    join = k.JoinKeeper(listen, memory, lease=lease, begins=True)
     worker = process.KeeperProcess(name, join)
     worker.start(START_SECONDS)
     worker.process.close()

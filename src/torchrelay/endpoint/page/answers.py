@@ -13,7 +13,7 @@ from math import prod
 from typing import Any, Protocol
 
 from torchrelay.endpoint.page import PAGE, watch_page
-from torchrelay.endpoint.server.http.connections import FRESH, Response
+from torchrelay.endpoint.server.http.connections import Response
 from torchrelay.endpoint.server.http.requests import Refusal, Request
 from torchrelay.errors import RelayError
 from torchrelay.inspection.comparison import compare, distance, touched
@@ -134,11 +134,12 @@ class PageAnswers:
             with self._turn:
                 found = self._acts[request.path](request)
         except KeyError as missing:
-            return _refused(404, f"{missing.args[0]} is not available (any more): choose another")
+            text = f"{missing.args[0]} is not available (any more): choose another"
+            raise Refusal(404, text[:500]) from None
         except ValueError as fault:
-            return _refused(400, str(fault))
+            raise Refusal(400, str(fault)[:500]) from None
         except (RelayError, OSError) as fault:
-            return _refused(503, str(fault))
+            raise Refusal(503, str(fault)[:500]) from None
         return Response.json(found)
 
     def _changes(self, request: Request) -> dict[str, Any]:
@@ -160,7 +161,3 @@ def _step(request: Request, name: str) -> int:
     if (found := request.number(name)) is None:
         raise Refusal(400, f"{name} must be a number")
     return found
-
-
-def _refused(status: int, text: str) -> Response:
-    return Response(status, f"{text[:500]}\n".encode(), headers=FRESH)

@@ -11,7 +11,7 @@ from torchrelay.endpoint.page import PAGE, PATHS
 from torchrelay.endpoint.page.answers import PageAnswers, WatchedSteps
 from torchrelay.endpoint.server.http.connections import HttpConnection, HttpServer, Response
 from torchrelay.endpoint.server.http.requests import Refusal, Request
-from torchrelay.endpoint.server.http.sockets import Acceptor, listen_at, refusal
+from torchrelay.endpoint.server.http.sockets import Acceptor, listen_at
 
 CONNECTIONS = 64
 STALL_SECONDS = 10.0
@@ -39,11 +39,7 @@ class PageSite:
         self.close = Acceptor(listener, server.serve).close
 
     def _answer(self, request: Request, connection: HttpConnection) -> Response:
-        is_page = request.path == PAGE and self._token is not None
-        why = "" if is_page else refusal(request.headers, self._token, connection.is_own)
-        if why:
-            raise Refusal(401, why)
-        connection.admitted = True
+        connection.admit(request, self._token, () if self._token is None else (PAGE,))
         if request.method not in ("GET", "HEAD"):
             raise Refusal(405, "this page takes GET")
         if request.path == "/status.json":

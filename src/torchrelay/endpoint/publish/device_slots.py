@@ -95,20 +95,6 @@ class DeviceSlot:
         hashed.synchronize()
         return split_by_volume(found.cpu().numpy().tobytes(), volumes)
 
-    def changes(
-        self, before: DeviceSlot, volumes: Sequence[Volume], fields: Sequence[Sequence[Field]]
-    ) -> Changes:
-        """The elements that differ from another slot with the same volumes: of the fields of each
-        volume, one after the other."""
-        placed = [
-            (one.start + field.start, one.start + field.stop, field.itemsize)
-            for one, each in zip(volumes, fields, strict=True)
-            for field in each
-        ]
-        device = self.block.device
-        with torch.cuda.device(device), on_side_stream():
-            return find(before.block.address, self.block.address, placed, device)
-
     def copy_to(self, arena: torch.Tensor, nbytes: int) -> None:
         """Copy everything to pinned host memory."""
         with torch.cuda.device(self.block.device), on_side_stream():
@@ -145,14 +131,22 @@ class DeviceSlots:
         fields: Sequence[Sequence[Field]],
     ) -> tuple[str, Changes] | None:
         """The snapshot of the step that was published last, and the elements of the one in a slot
-        that differ from it; None where that is not on the GPU, or has other volumes."""
+        that differ from it: of the fields of each volume, one after the other. None where that step
+        is not on the GPU, or has other volumes."""
         last, device = self._last, slot.block.device
         if last is None or last.slot is slot or last.layout is not share.layout:
             return None
         if last.slot.block.device != device or not last.slot.block.address or not can_find(device):
             return None
+        placed = [
+            (one.start + field.start, one.start + field.stop, field.itemsize)
+            for one, each in zip(volumes, fields, strict=True)
+            for field in each
+        ]
         try:
-            return last.snapshot, slot.changes(last.slot, volumes, fields)
+            with torch.cuda.device(device), on_side_stream():
+                before = last.slot.block.address
+                return last.snapshot, find(before, slot.block.address, placed, device)
         except (torch.cuda.OutOfMemoryError, CudaError):  # the server compares them then
             return None
 

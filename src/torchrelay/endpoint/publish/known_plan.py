@@ -21,7 +21,6 @@ from torchrelay.stores.safetensors import tensors_of
 from torchrelay.stores.shares.commit_record import commit_record
 from torchrelay.stores.shares.layout import ShareLayout
 from torchrelay.stores.shares.planner import PlannedShare
-from torchrelay.stores.shares.share import Share
 
 
 class RecordedStep(NamedTuple):
@@ -40,42 +39,25 @@ class KnownPlan:
         self._fields: tuple[ShareLayout, list[list[Field]]] | None = None
         self._record: tuple[ShareLayout, bytes, RecordedStep] | None = None
 
-    def fields(self, share: Share) -> list[list[Field]]:
+    def fields(self, layout: ShareLayout) -> list[list[Field]]:
         """The places of elements of each size, which tile each volume."""
-        if self._fields is None or self._fields[0] is not share.layout:
-            entries = share.layout.entries
-            fields = [
-                tiled(
-                    (
-                        Field(start, start + entries[index].nbytes, itemsize(entries[index].dtype))
-                        for start, index in file.placed
-                    ),
-                    file.nbytes,
-                )
-                for file in share.layout.files
-            ]
-            self._fields = share.layout, fields
+        if self._fields is None or self._fields[0] is not layout:
+            sizes = [(entry.nbytes, itemsize(entry.dtype)) for entry in layout.entries]
+            fields = []
+            for file in layout.files:
+                placed = ((start, *sizes[index]) for start, index in file.placed)
+                found = (Field(start, start + nbytes, item) for start, nbytes, item in placed)
+                fields.append(tiled(found, file.nbytes))
+            self._fields = layout, fields
         return self._fields[1]
 
-    def fits(self, planned: PlannedShare) -> bool:
-        """Whether the record of the last step is that of this one but for the digests."""
+    def like(self, planned: PlannedShare) -> RecordedStep | None:
+        """The last step, if its record is that of this one but for the step and the digests."""
         if self._record is None or planned.outlined is None:
-            return False
-        layout, outline, _ = self._record
-        return layout is planned.share.layout and encode(planned.outlined) == outline
-
-    def again(self, step: int, digests: Sequence[bytes]) -> RecordedStep:
-        """The record of a step that `fits`, with these digests."""
-        assert self._record is not None
-        last = self._record[2]
-        volumes = tuple(
-            msgspec.structs.replace(file, digests=found)
-            for file, found in zip(last.record.volumes, digests, strict=True)
-        )
-        saved = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
-        origin = last.record.origin and msgspec.structs.replace(last.record.origin, time=saved)
-        record = msgspec.structs.replace(last.record, step=step, volumes=volumes, origin=origin)
-        return last._replace(record=record)
+            return None
+        layout, outline, last = self._record
+        same = layout is planned.share.layout and encode(planned.outlined) == outline
+        return last if same else None
 
     def made(self, step: int, planned: PlannedShare, shares: Sequence[Record]) -> RecordedStep:
         """The record of what all ranks have written."""
@@ -88,3 +70,15 @@ class KnownPlan:
         if len(shares) == 1:
             self._record = planned.share.layout, encode(planned.outlined), made
         return made
+
+
+def again(last: RecordedStep, step: int, digests: Sequence[bytes]) -> RecordedStep:
+    """A later step whose record is `like` the last one."""
+    volumes = tuple(
+        msgspec.structs.replace(file, digests=found)
+        for file, found in zip(last.record.volumes, digests, strict=True)
+    )
+    saved = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
+    origin = last.record.origin and msgspec.structs.replace(last.record.origin, time=saved)
+    record = msgspec.structs.replace(last.record, step=step, volumes=volumes, origin=origin)
+    return last._replace(record=record)

@@ -22,7 +22,7 @@ from torchrelay.deadlines import Deadline, Timeout
 from torchrelay.endpoint.encoding import Encoding
 from torchrelay.endpoint.float8 import quantized
 from torchrelay.endpoint.publish.device_slots import UNABLE, DeviceSlot, DeviceSlots
-from torchrelay.endpoint.publish.known_plan import KnownPlan, RecordedStep
+from torchrelay.endpoint.publish.known_plan import KnownPlan, RecordedStep, again
 from torchrelay.endpoint.publish.server_process import ServerProcess
 from torchrelay.endpoint.server import messages as m
 from torchrelay.errors import EndpointError, UsageError
@@ -43,10 +43,11 @@ _FINISH_SECONDS = 5.0  # for the last message of a publish
 
 
 class _Offer(msgspec.Struct, array_like=True):
-    """A rank at the beginning of a publish."""
+    """A rank at the beginning of a publish: its server, and the bytes of its part."""
 
     url: str
     report: bytes
+    nbytes: int
 
 
 class _Begin(msgspec.Struct, array_like=True):
@@ -57,26 +58,12 @@ class _Begin(msgspec.Struct, array_like=True):
     skipped: str
 
 
-class _Room(msgspec.Struct, array_like=True):
-    """The memory of a rank, or of all of them: its bytes, why there is none, and whether there is
-    some of a GPU."""
-
-    nbytes: int
-    why: str
-    on_device: bool
-
-
-class _Recorded(msgspec.Struct, array_like=True):
-    """The record of all parts: its digest, and for ranks that list it all of it."""
-
-    snapshot: str
-    whole: m.StepRecord | None = None
-
-
 _offer = msgspec.msgpack.Decoder(_Offer)
 _begin = msgspec.msgpack.Decoder(_Begin)
-_room = msgspec.msgpack.Decoder(_Room)
-_recorded = msgspec.msgpack.Decoder(_Recorded)
+# Why a rank has no memory, or none of them has; and whether there is some of a GPU.
+_room = msgspec.msgpack.Decoder(tuple[str, bool])
+# The record of all parts: its digest, and for ranks that list it all of it.
+_recorded = msgspec.msgpack.Decoder(tuple[str, m.StepRecord | None])
 _encode = msgspec.msgpack.encode
 
 
@@ -164,17 +151,13 @@ class Publisher:
                     raise TimeoutError(f"step {self._last.step} is still being published")
                 begun = time.monotonic()
                 self._have_server(deadline)
-            begin = self._agree(call, step, deadline)
+            planned = plan(call)
+            begin = self._agree(call, step, planned.share, deadline)
             slot, why, on_device = -1, begin.skipped, None
             if not why:
-                try:
-                    planned = plan(call)
-                    slot, why, on_device = self._reserve(
-                        call, step, planned.share, begin, stage_on, deadline
-                    )
-                except BaseException:
-                    self._give_up(step, unused=True)
-                    raise
+                slot, why, on_device = self._reserve(
+                    call, step, planned.share, begin.decision, stage_on, deadline
+                )
             if why:
                 seconds = time.monotonic() - begun
                 ended = m.FinishPublish(step, 0, seconds, skipped=why, unused=True)
@@ -184,12 +167,12 @@ class Publisher:
             try:
                 volumes = self._copy(planned.share, slot, on_device)
             except BaseException as fault:
-                self._give_up(step)
-                self._in_background(self._tell_failure, call, fault, pending, deadline)
+                self._give_up(step)  # at once: readers wait for it
+                self._in_background(call, fault, pending, deadline)
                 raise
             seconds = time.monotonic() - begun
             staged = StagedStep(step, slot, planned, volumes, begin.urls, seconds, on_device)
-            self._in_background(self._finish, call, staged, pending, deadline)
+            self._in_background(call, staged, pending, deadline)
             return pending, staged
 
     def _have_server(self, deadline: Deadline) -> None:
@@ -204,12 +187,15 @@ class Publisher:
             ended = m.FinishPublish(step, failed=True, unused=unused)
             self._server.ask(ended, m.Obeyed, _FINISH_SECONDS)
 
-    def _in_background(self, act: Callable[..., None], *args: object) -> None:
-        threading.Thread(target=act, args=args, name="torchrelay-publish", daemon=True).start()
+    def _in_background(self, *args: object) -> None:
+        thread = threading.Thread(
+            target=self._finish, args=args, name="torchrelay-publish", daemon=True
+        )
+        thread.start()
 
     # Agree, reserve and copy, while the caller waits.
 
-    def _agree(self, call: Call, step: int, deadline: Deadline) -> _Begin:
+    def _agree(self, call: Call, step: int, share: Share, deadline: Deadline) -> _Begin:
         """All ranks know each other's servers. A rank that names another step has failed before:
         calls are matched by their steps."""
 
@@ -219,12 +205,12 @@ class Publisher:
             except EndpointError:  # the server was lost just now
                 self._have_server(deadline)
                 report = self._server.report(deadline)
-            return _encode(_Offer(self._server.url, report))
+            return _encode(_Offer(self._server.url, report, m.laid_out(share.files)[1]))
 
         def decide(said: list[bytes]) -> list[bytes]:
             offers = [decoded(_offer, data, rank) for rank, data in enumerate(said)]
-            urls = [offer.url for offer in offers]
-            decision, why = self._server.choose([offer.report for offer in offers], urls, step)
+            urls, parts = [one.url for one in offers], [one.nbytes for one in offers]
+            decision, why = self._server.choose([one.report for one in offers], parts, urls, step)
             return [_encode(_Begin(urls, decision, why))] * len(said)
 
         call.at("agreeing on a publish")
@@ -241,19 +227,19 @@ class Publisher:
         call: Call,
         step: int,
         share: Share,
-        begin: _Begin,
+        decision: bytes,
         stage_on: str,
         deadline: Deadline,
     ) -> tuple[int, str, DeviceSlot | None]:
         """A slot for this rank's part, or why there is none, and memory of a GPU. All ranks have
         one, or none does."""
         nbytes = m.laid_out(share.files)[1]
+        where = stage_on if self._server.on_devices else "host"
         found: list[tuple[int, DeviceSlot | None]] = []
 
         def mine() -> bytes:
-            where = stage_on if self._server.on_devices else "host"
             unfit = self._devices.unfit(share, nbytes, where)
-            wanted = m.Reserve(step, nbytes, begin.decision, not unfit)
+            wanted = m.Reserve(step, nbytes, decision, not unfit)
             room = self._server.ask(wanted, m.Reserved, deadline.left())
             for slot in room.dropped:
                 self._drop_arena(slot)
@@ -261,20 +247,23 @@ class Publisher:
             if not room.why:
                 kept = self._device_slot(room.device, share, nbytes, where, unfit)
             found.append((room.slot, kept))
-            return _encode(_Room(nbytes, room.why, kept is not None))
+            return _encode((room.why, kept is not None))
 
         def decide(said: list[bytes]) -> list[bytes]:
             rooms = [decoded(_room, data, rank) for rank, data in enumerate(said)]
-            parts = [room.nbytes for room in rooms]
-            self._server.check(parts, begin.urls)
-            why = next((room.why for room in rooms if room.why), "")
-            on_device = all(room.on_device for room in rooms)
-            return [_encode(_Room(sum(parts), why, on_device))] * len(said)
+            why = next((why for why, _ in rooms if why), "")
+            return [_encode((why, all(on_device for _, on_device in rooms)))] * len(said)
 
         call.at("reserving memory")
-        rooms = decoded(_room, call.round("reserve", mine, decide, deadline), COORDINATOR)
+        try:
+            why, on_device = decoded(
+                _room, call.round("reserve", mine, decide, deadline), COORDINATOR
+            )
+        except BaseException:
+            self._give_up(step, unused=True)
+            raise
         slot, kept = found[0]
-        return slot, rooms.why, kept if rooms.on_device else None
+        return slot, why, kept if on_device else None
 
     def _device_slot(
         self, number: int, share: Share, nbytes: int, stage_on: str, why: str
@@ -328,74 +317,66 @@ class Publisher:
 
     # Hash and show, on a thread.
 
-    def _finish(self, call: Call, staged: StagedStep, pending: Pending, deadline: Deadline) -> None:
+    def _finish(
+        self, call: Call, staged: StagedStep | BaseException, pending: Pending, deadline: Deadline
+    ) -> None:
+        """`staged` is a failure where this rank could not copy its part, which its caller knows.
+        The other ranks read it when they have copied their own."""
         begun = time.monotonic()
         report: Report | None = None
         fault: BaseException | None = None
         try:
-            self._show(call, staged, deadline)
-            ended = m.FinishPublish(staged.step, staged.planned.share.nbytes, staged.seconds)
-            ended.hash_seconds = time.monotonic() - begun
-            ended.on_device = staged.on_device is not None
-            self._server.ask(ended, m.Obeyed, _FINISH_SECONDS)
-            seconds = {"stage": staged.seconds, "hash": ended.hash_seconds}
-            report = Report(staged.step, staged.planned.share.nbytes, seconds)
+            if isinstance(staged, BaseException):
+                call.round("write", staged, lambda said: said, deadline)
+            else:
+                self._show(call, staged, deadline)
+                ended = m.FinishPublish(staged.step, staged.planned.share.nbytes, staged.seconds)
+                ended.hash_seconds = time.monotonic() - begun
+                ended.on_device = staged.on_device is not None
+                self._server.ask(ended, m.Obeyed, _FINISH_SECONDS)
+                seconds = {"stage": staged.seconds, "hash": ended.hash_seconds}
+                report = Report(staged.step, staged.planned.share.nbytes, seconds)
         except BaseException as found:
-            fault = found
-            self._give_up(staged.step)
+            if isinstance(staged, StagedStep):
+                fault = found
+                self._give_up(staged.step)
         call.drain()
         pending.end(report, fault)
-
-    def _tell_failure(
-        self, call: Call, fault: BaseException, pending: Pending, deadline: Deadline
-    ) -> None:
-        """This rank could not copy its part, which its caller knows. The other ranks read it when
-        they have copied their own."""
-        with suppress(BaseException):
-            call.round("write", fault, lambda said: said, deadline)
-        call.drain()
-        pending.end(None, None)
 
     def _show(self, call: Call, staged: StagedStep, deadline: Deadline) -> None:
         """Every rank shows its volumes, those that list the step with the record of all of them.
         The coordinator is the last: what it lists can be read."""
         listing = self._server.listing(staged.urls)
-        written: list[list[bytes]] = []
-        known: list[RecordedStep] = []
+        kept, written = staged.on_device, list[bytes]()  # the digests of this rank's volumes
+        last = self._known.like(staged.planned)  # meanwhile a GPU hashes
 
         def hash_mine() -> bytes:
-            slot = staged.on_device
-            fits = self._known.fits(staged.planned)  # meanwhile a GPU hashes
-            found = self._hashed(staged, deadline) if slot is None else slot.digests(staged.volumes)
-            written.append(found)
-            if fits:
-                known.append(self._known.again(staged.step, found))
-                return b""
-            return encode(staged.planned.share.written(found))
+            written.extend(kept.digests(staged.volumes) if kept else self._hashed(staged, deadline))
+            return b"" if last else encode(staged.planned.share.written(written))
 
         def decide(said: list[bytes]) -> list[bytes]:
-            if known:
-                made, places = known[0], [COORDINATOR] * len(written[0])
+            if last is not None:
+                made, places = again(last, staged.step, written), [COORDINATOR] * len(written)
             else:
                 shares = decode_shares(staged.step, said)
                 made = self._known.made(staged.step, staged.planned, shares)
                 places = [rank for rank, share in enumerate(shares) for _ in share.volumes]
             snapshot = content_digest(made.record)
             whole = _whole(made, staged.urls, places)
-            brief, full = _encode(_Recorded(snapshot)), _encode(_Recorded(snapshot, whole))
+            brief, full = _encode((snapshot, None)), _encode((snapshot, whole))
             return [full if rank in listing else brief for rank in range(len(said))]
 
         heard = call.round("write", hash_mine, decide, deadline)
-        found = decoded(_recorded, heard, COORDINATOR)
+        snapshot, whole = decoded(_recorded, heard, COORDINATOR)
         own = [
             msgspec.structs.replace(volume, digests=digests)
-            for volume, digests in zip(staged.volumes, written[0], strict=True)
+            for volume, digests in zip(staged.volumes, written, strict=True)
         ]
-        shown = m.Show(staged.slot, staged.step, found.snapshot, own, found.whole)
-        if (kept := staged.on_device) is not None:
+        shown = m.Show(staged.slot, staged.step, snapshot, own, whole)
+        if kept is not None:
             lent = msgspec.structs.replace(shown, slot=kept.number, export=kept.export)
             self._show_in_turn(call, "lend", lent, deadline)
-            self._copy_to_host(staged._replace(volumes=own), kept, found.snapshot, deadline)
+            self._copy_to_host(staged._replace(volumes=own), kept, snapshot, deadline)
         self._show_in_turn(call, "show", shown, deadline)
 
     def _show_in_turn(self, call: Call, phase: str, shown: m.Show, deadline: Deadline) -> None:
@@ -413,7 +394,7 @@ class Publisher:
         the bits of what changed."""
         share = staged.planned.share
         end = nbytes = m.laid_out(share.files)[1]
-        fields = self._known.fields(share) if self._encoding.history else []
+        fields = self._known.fields(share.layout) if self._encoding.history else []
         made = self._devices.changes(kept, share, staged.volumes, fields) if fields else None
         if made is not None:
             end += len(made[1].bits)
@@ -436,7 +417,8 @@ class Publisher:
         arena = self.arenas[staged.slot]
         request = m.StageSlot(staged.slot, arena.nbytes, staged.volumes, attached=True)
         if self._encoding.history:
-            request.fields, request.found = self._known.fields(staged.planned.share), changes
+            request.fields = self._known.fields(staged.planned.share.layout)
+            request.found = changes
         return self._server.stage(request, arena.fd, deadline.left()).digests
 
     # The end.

@@ -55,6 +55,11 @@ class ServerProcess:
         self._begin(deadline)
         return True
 
+    def _launch(self, deadline: Deadline) -> bool:
+        """Have the process run; whether it had to be started, or was met for the first time."""
+        with self._lock:
+            return self.process.start(deadline)
+
     def _begin(self, deadline: Deadline) -> None:
         """Have a process that was just met serve."""
         self._listen.port = self.port
@@ -67,55 +72,40 @@ class ServerProcess:
                 f"cannot listen at {place}: {fault.message}. Choose another address"
             ) from fault
 
-    def _launch(self, deadline: Deadline) -> bool:
-        """Have the process run; whether it had to be started, or was met for the first time."""
-        with self._lock:
-            started = self.process.start(deadline)
-            if started:
-                self._attached.clear()
-            return started
-
-    def ask(self, request: object, kind: type[Kind], timeout: float) -> Kind:
-        """The answer, of a kind; `EndpointError` where the process is gone, refuses or is late."""
-        with self._lock:
-            return self._checked(self._exchange(msgspec.msgpack.encode(request), timeout), kind)
-
     def stage(self, request: m.StageSlot, fd: int, timeout: float) -> m.SlotStaged:
         """Have a slot staged; its memory is attached unless the process has it."""
+        memory = self.process.generation, os.fstat(fd).st_ino
+        request.attached = self._attached.get(request.slot) != memory
+        found = self.ask(request, m.SlotStaged, timeout, [fd] if request.attached else [])
+        self._attached[request.slot] = memory
+        return found
+
+    def ask(
+        self, request: object, kind: type[Kind], timeout: float, fds: Sequence[int] = ()
+    ) -> Kind:
+        """The answer, of a kind; `EndpointError` where the process is gone, refuses or is late."""
         with self._lock:
-            memory = self.process.generation, os.fstat(fd).st_ino
-            request.attached = self._attached.get(request.slot) != memory
-            fds = [fd] if request.attached else []
-            data = self._exchange(msgspec.msgpack.encode(request), timeout, fds)
-            found = self._checked(data, m.SlotStaged)
-            self._attached[request.slot] = memory
-            return found
-
-    def _checked(self, answer: object, kind: type[Kind]) -> Kind:
-        if isinstance(answer, m.Refused):
-            raise EndpointError(f"{self._noun} refused: {answer.message}")
-        if not isinstance(answer, kind):
-            self.process.drop()
-            raise EndpointError(f"{self._noun} answered something else; the next call restarts it")
-        return answer
-
-    def _exchange(self, request: bytes, timeout: float, fds: Sequence[int] = ()) -> object:
-        try:
-            data = self.process.exchange(request, timeout, fds)
-        except BaseException as fault:
-            status = self.process.exit_status
-            code = "" if status is None else f" (exit status {status})"
-            self.process.drop()
-            if isinstance(fault, TimeoutError):
-                raise EndpointError(
-                    f"{self._noun} did not answer in time: give a longer timeout"
-                ) from None
-            if isinstance(fault, (OSError, EOFError)):
-                raise EndpointError(
-                    f"{self._noun} was lost{code}: the next call starts it again"
-                ) from None
-            raise
-        return self._answers.decode(data)
+            try:
+                data = self.process.exchange(msgspec.msgpack.encode(request), timeout, fds)
+            except BaseException as fault:
+                status = self.process.exit_status
+                code = "" if status is None else f" (exit status {status})"
+                self.process.drop()
+                if isinstance(fault, TimeoutError):
+                    text = f"{self._noun} did not answer in time: give a longer timeout"
+                    raise EndpointError(text) from None
+                if isinstance(fault, (OSError, EOFError)):
+                    text = f"{self._noun} was lost{code}: the next call starts it again"
+                    raise EndpointError(text) from None
+                raise
+            answer = self._answers.decode(data)
+            if isinstance(answer, m.Refused):
+                raise EndpointError(f"{self._noun} refused: {answer.message}")
+            if not isinstance(answer, kind):
+                self.process.drop()
+                text = f"{self._noun} answered something else; the next call restarts it"
+                raise EndpointError(text)
+            return answer
 
     # A publish of several ranks.
 
@@ -123,15 +113,15 @@ class ServerProcess:
         """This rank's server reports to the coordinator before a step."""
         return b""
 
-    def choose(self, reports: list[bytes], urls: list[str], step: int) -> tuple[bytes, str]:
-        """The coordinator's: a decision for all servers, and why the step is skipped, if it is."""
+    def choose(
+        self, reports: list[bytes], parts: list[int], urls: list[str], step: int
+    ) -> tuple[bytes, str]:
+        """The coordinator's: a decision for all servers, and why the step is skipped, if it is.
+        Raises where the servers can never take parts of these sizes."""
         return b"", ""
 
     def meet(self, urls: list[str], deadline: Deadline) -> None:
         """The URLs of all ranks' servers; called where they have changed."""
-
-    def check(self, parts: list[int], urls: list[str]) -> None:
-        """The coordinator's: raise where the servers can never take parts of these sizes."""
 
     def listing(self, urls: list[str]) -> set[int]:
         """The ranks whose servers list the step, and name the others."""

@@ -143,16 +143,12 @@ class Swarm:
     def _learn(self, url: str) -> Neighbour | None:
         """The neighbour at a URL; None for this process itself, one too many, or a bad URL."""
         with self._lock:
-            if url not in self._neighbours:
-                many = len(self._neighbours) >= MAX_SEEDS
-                if many or url == self.seed.url or self._over.is_set():
-                    return None
-                try:
+            is_new = url not in self._neighbours and url != self.seed.url
+            if is_new and len(self._neighbours) < MAX_SEEDS and not self._over.is_set():
+                with suppress(UsageError):
                     made = Neighbour(self._connect(url), self._remote.snapshot, WAIT_SECONDS)
                     self._neighbours[url] = made
-                except UsageError:
-                    return None
-            return self._neighbours[url]
+            return self._neighbours.get(url)
 
     def _watch(self) -> None:
         """Look for others while the step is fetched; have the endpoint name this puller to others
@@ -309,16 +305,9 @@ class SeedingSource:
                 "reshare=True from https needs Access(certfile=): others verify this seed by it"
             )
         self._source, self._progress = source, progress
+        self.name, self.cost = source.name, source.cost
         self.steps, self.wait, self.end = source.steps, source.wait, source.end
         self.swarm: Swarm | None = None
-
-    @property
-    def name(self) -> str:
-        return self._source.name
-
-    @property
-    def cost(self) -> int:
-        return self._source.cost
 
     def open(self, step: int, deadline: Deadline) -> Opened:
         remote = self._source.open(step, deadline)

@@ -54,7 +54,10 @@ class StagedVolumes(NamedTuple):
         return found
 
     def bytes_of(self, volume: Volume) -> Bits:
-        return np.frombuffer(self.memory[volume.start : volume.start + volume.nbytes], np.uint8)
+        return self.bytes_at(volume.start, volume.nbytes)
+
+    def bytes_at(self, start: int, nbytes: int) -> Bits:
+        return np.frombuffer(self.memory[start : start + nbytes], np.uint8)
 
 
 class StepComparison:
@@ -66,25 +69,35 @@ class StepComparison:
         self, base: str, old: StagedVolumes, new: StagedVolumes, given: FoundChanges | None = None
     ) -> None:
         self.step, self.snapshot, self.base = -1, "", base
-        self._found: dict[str, VolumeBitmap] = {}
+        self.found: dict[str, VolumeBitmap] = {}  # by volume; empty where nothing is known
         self._stopped = False
         self.seconds = 0.0
         self.changed = self.elements = 0
-        self._running = threads.run(lambda: self._compare(old, new, given), "compare", NICENESS)
+        running = threads.run(lambda: self._compare(old, new, given), "compare", NICENESS)
+        self.wait = running.wait  # whether it is over, after a number of seconds at most
 
     def _compare(self, old: StagedVolumes, new: StagedVolumes, given: FoundChanges | None) -> None:
         begun = time.monotonic()
         found: dict[str, VolumeBitmap] = {}
         try:
-            if given is not None:
-                found = self._taken(new, given)
-            for volume, before, fields in new.alike(old) if given is None else ():
-                pair = old.bytes_of(before), new.bytes_of(volume)
-                found[volume.name] = VolumeBitmap(fields, [self._bits(*pair, f) for f in fields])
-            counted = (bitmap.count for bitmap in found.values())
-            self.changed = sum(counted) if given is None else given.changed
+            if given is None:
+                for volume, before, fields in new.alike(old):
+                    pair = old.bytes_of(before), new.bytes_of(volume)
+                    bits = [self._bits(*pair, field) for field in fields]
+                    found[volume.name] = VolumeBitmap(fields, bits)
+                self.changed = sum(bitmap.count for bitmap in found.values())
+            else:
+                for volume, fields, starts in zip(
+                    new.volumes, new.fields, given.places, strict=True
+                ):
+                    bits = [
+                        np.array(new.bytes_at(start, bits_bytes(field)))
+                        for field, start in zip(fields, starts, strict=True)
+                    ]
+                    found[volume.name] = VolumeBitmap(fields, bits)
+                self.changed = given.changed
             self.elements = sum(bitmap.elements for bitmap in found.values())
-            self._found = found
+            self.found = found
         except InterruptedError:
             logger.debug("the comparison with snapshot %s was given up", self.base)
         except Exception:  # subscribers get whole chunks then
@@ -100,40 +113,15 @@ class StepComparison:
             found.append(changed(old[piece], new[piece], field.itemsize))
         return found[0] if len(found) == 1 else np.concatenate(found)
 
-    def _taken(self, new: StagedVolumes, given: FoundChanges) -> dict[str, VolumeBitmap]:
-        found = {}
-        for volume, fields, places in zip(new.volumes, new.fields, given.places, strict=True):
-            bits = [self._copied(new.memory, *one) for one in zip(fields, places, strict=True)]
-            found[volume.name] = VolumeBitmap(fields, bits)
-        return found
-
-    def _copied(self, memory: memoryview, field: Field, at: int) -> Bits:
-        """The bits of a field that lie at a place."""
-        bits = np.empty(bits_bytes(field), np.uint8)
-        for low in range(0, len(bits), PIECE_BYTES):
-            if self._stopped:
-                raise InterruptedError
-            high = min(low + PIECE_BYTES, len(bits))
-            bits[low:high] = np.frombuffer(memory[at + low : at + high], np.uint8)
-        return bits
-
-    def wait(self, seconds: float) -> bool:
-        """Whether it is over, after that long at most."""
-        return self._running.wait(seconds)
-
     def stop(self) -> None:
         """Give it up, unless it is over: nothing is known then. The memory is no longer used when
         this returns."""
         self._stopped = True
-        self._running.wait()
-
-    def of(self, volume: str) -> VolumeBitmap | None:
-        """The bitmap of a volume; None where nothing is known, or not yet."""
-        return self._found.get(volume)
+        self.wait()
 
     @property
     def nbytes(self) -> int:
-        return sum(bitmap.nbytes for bitmap in self._found.values())
+        return sum(bitmap.nbytes for bitmap in self.found.values())
 
     def facts(self) -> dict[str, object]:
         return {
@@ -222,20 +210,14 @@ class ChangeHistory:
             # The same content may have been published twice: the later one counts.
             made = {one.snapshot: one for one in self._known}
         links: list[StepComparison] = []
-        at = snapshot
-        while at != base:
-            link = made.pop(at, None)  # each once: steps may lead in a circle
-            if link is None:
+        while snapshot != base:
+            if snapshot not in made:
                 return None
-            links.append(link)
-            at = link.base
-        found = []
-        for link in links:
-            bitmap = link.of(volume) if link.wait(READY_SECONDS) else None
-            if bitmap is None:
-                return None
-            found.append(bitmap)
-        return union(found)
+            links.append(made.pop(snapshot))  # each once: steps may lead in a circle
+            snapshot = links[-1].base
+        found = [link.found.get(volume) for link in links if link.wait(READY_SECONDS)]
+        known = [bitmap for bitmap in found if bitmap is not None]
+        return union(known) if len(known) == len(links) else None
 
     def facts(self) -> dict[str, object]:
         with self._lock:

@@ -29,7 +29,7 @@ class DeviceSteps:
 
     def __init__(self) -> None:
         self._shown: dict[int, Show] = {}  # by slot
-        self._leases = Counter[int]()  # processes that read each slot
+        self.leases = Counter[int]()  # processes that read each slot
         self._newest: Show | None = None
         self.pending = False  # whether a step is being published: readers of the newest wait
 
@@ -50,7 +50,7 @@ class DeviceSteps:
         newest step stays."""
         kept = -1 if self._newest is None else self._newest.slot
         for slot in range(MOST_SLOTS):
-            if slot != kept and not self._leases[slot]:
+            if slot != kept and not self.leases[slot]:
                 self._shown.pop(slot, None)
                 return slot
         return -1
@@ -72,9 +72,3 @@ class DeviceSteps:
                 self._newest = None
         elif not ended.on_device:
             self._newest = None
-
-    def borrow(self, shown: Show) -> None:
-        self._leases[shown.slot] += 1
-
-    def give_back(self, shown: Show) -> None:
-        self._leases[shown.slot] -= 1

@@ -10,13 +10,14 @@ from __future__ import annotations
 import os
 import secrets
 import socket
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 
 import msgspec
 
 from torchrelay.endpoint.server.device_steps import lease_of
 from torchrelay.endpoint.server.http.sockets import Acceptor, listen_by_name, user_of
+from torchrelay.endpoint.server.messages import Show
 from torchrelay.endpoint.server.service import Service
 from torchrelay.endpoint.server.snapshots import Part
 from torchrelay.endpoint.server.transfers import Transfer
@@ -56,7 +57,9 @@ class LocalMemory:
             if parts:
                 _send_memory(sock, parts)
             if not lease.why:
-                _until_closed(sock)
+                sock.settimeout(None)
+                while sock.recv(REQUEST_BYTES):  # until it closes its end, or dies
+                    pass
 
     def _lease(
         self, sock: socket.socket, in_use: ExitStack
@@ -70,15 +73,15 @@ class LocalMemory:
             request = _request.decode(receive_frame(sock, REQUEST_BYTES))
         except msgspec.MsgspecError:
             return MemoryLease([], "it is asked otherwise"), []
-        with self._service.lock:
+        service = self._service
+        with service.lock:
             if isinstance(request, DeviceLeaseRequest):
-                shown = self._service.on_device(request)
+                shown = service.on_device(request)
                 if shown is None:
                     return DeviceLease(why="the step is not in memory of a GPU"), []
-                self._service.devices.borrow(shown)
-                self._lend(in_use, self._service.devices.give_back, shown)
+                in_use.enter_context(self._lent(shown=shown))
                 return lease_of(shown), []
-            snapshot = self._service.snapshots.by_id(request.snapshot)
+            snapshot = service.snapshots.by_id(request.snapshot)
             parts = list(snapshot.parts.values()) if snapshot and snapshot.complete else []
             if snapshot is None or not 0 < len(parts) <= MAX_SLOTS:
                 return MemoryLease([], "the step is gone"), []
@@ -88,30 +91,35 @@ class LocalMemory:
             ]
             total = sum(nbytes for one in slots for _, nbytes in one.volumes.values())
             reader = (request.reader[:64], "this host", "mapped", snapshot, "mapped", total)
-            transfer = self._service.transfers.enter(*reader)
-            _take(parts, transfer, 1)
-            self._lend(in_use, _take, parts, transfer, -1)
+            in_use.enter_context(self._lent(parts, service.transfers.enter(*reader)))
             return MemoryLease(slots), parts
 
-    def _lend(self, in_use: ExitStack, give_back: Callable[..., None], *args: object) -> None:
-        """Count a lease; `give_back` is called when it is over."""
+    @contextmanager
+    def _lent(
+        self,
+        parts: Sequence[Part] = (),
+        transfer: Transfer | None = None,
+        shown: Show | None = None,
+    ) -> Iterator[None]:
+        """Within, a process has memory of the host, or of a GPU. Its transfer ends when it reports
+        how that went, or is swept."""
 
-        def end() -> None:
-            with self._service.lock:
-                self._leases -= 1
-                give_back(*args)
+        def count(one: int) -> None:
+            self._leases += one
+            for part in parts:
+                part.slot.mapped += one
+            if transfer is not None:
+                transfer.kind, transfer.leases = "mapped", transfer.leases + one
+            if shown is not None:
+                self._service.devices.leases[shown.slot] += one
 
-        self._leases += 1
+        count(1)
         self._service.transfers.mapped += 1
-        in_use.callback(end)
-
-
-def _take(parts: list[Part], transfer: Transfer | None, one: int) -> None:
-    """One process more, or less, has memory mapped. It reports how it ended, or is swept."""
-    for part in parts:
-        part.slot.mapped += one
-    if transfer is not None:
-        transfer.kind, transfer.leases = "mapped", transfer.leases + one
+        try:
+            yield
+        finally:
+            with self._service.lock:
+                count(-1)
 
 
 def _send_memory(sock: socket.socket, parts: list[Part]) -> None:
@@ -122,10 +130,3 @@ def _send_memory(sock: socket.socket, parts: list[Part]) -> None:
             fds.append(os.open(path, os.O_RDONLY | os.O_CLOEXEC))
             opened.callback(os.close, fds[-1])
         socket.send_fds(sock, [b"m"], fds)
-
-
-def _until_closed(sock: socket.socket) -> None:
-    """Wait for the end of a lease: the process closes its end, or dies."""
-    sock.settimeout(None)
-    while sock.recv(REQUEST_BYTES):
-        pass

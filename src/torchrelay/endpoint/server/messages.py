@@ -188,5 +188,7 @@ class SeedAnswer(msgspec.Struct):
     complete: bool
 
 
-ServerRequest = Listen | Reserve | StageSlot | Show | FinishPublish | Tell
-ServerAnswer = Listening | Reserved | SlotStaged | StatusText | Obeyed | Refused
+PublishRequest = Reserve | StageSlot | Show | FinishPublish | Tell
+PublishAnswer = Reserved | SlotStaged | StatusText | Obeyed | Refused
+ServerRequest = Listen | PublishRequest
+ServerAnswer = Listening | PublishAnswer

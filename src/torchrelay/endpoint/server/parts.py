@@ -32,25 +32,20 @@ def wanted_parts(
         count += len(runs)
         if count > MAX_RUNS:
             raise RemoteProtocolError(f"a request has at most {MAX_RUNS} runs")
-    return _opened(found, snapshot, changes)
 
+    def opened() -> Iterator[WantedPart]:
+        """To be used while the snapshot is read, so that its memory is not taken back."""
+        if changes is not None:
+            changes.ask()
+        for name, (runs, base) in found.items():
+            if (place := snapshot.place(name)) is None:
+                raise ConnectionResetError("the step was replaced")
+            slot, volume = place
+            # A view of its own: the slot may be given back while this one is in use.
+            view = slot.view[volume.start : volume.start + volume.nbytes]
+            known = None
+            if base is not None and changes is not None:
+                known = changes.between(base, snapshot.id, name)
+            yield WantedPart(np.frombuffer(view, np.uint8), runs, known)
 
-def _opened(
-    wanted: dict[str, tuple[PartRuns, str | None]],
-    snapshot: ServedSnapshot,
-    changes: ChangeHistory | None,
-) -> Iterator[WantedPart]:
-    """To be used while the snapshot is read, so that its memory is not taken back."""
-    if changes is not None:
-        changes.ask()
-    for name, (runs, base) in wanted.items():
-        found = snapshot.place(name)
-        if found is None:
-            raise ConnectionResetError("the step was replaced")
-        slot, volume = found
-        # A view of its own: the slot may be given back while this one is in use.
-        view = slot.view[volume.start : volume.start + volume.nbytes]
-        known = None
-        if base is not None and changes is not None:
-            known = changes.between(base, snapshot.id, name)
-        yield WantedPart(np.frombuffer(view, np.uint8), runs, known)
+    return opened()

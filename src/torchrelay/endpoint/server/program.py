@@ -15,7 +15,7 @@ import msgspec
 
 from torchrelay.endpoint.server import messages as m
 from torchrelay.endpoint.server.service import Service, status
-from torchrelay.endpoint.server.snapshots import digests
+from torchrelay.endpoint.server.snapshots import ServedSnapshot, digests
 from torchrelay.endpoint.server.step_server import StepServer
 from torchrelay.memory.pages import return_freed_memory
 from torchrelay.stores.writer.child_process import trainer_at
@@ -68,39 +68,36 @@ class TwoSlots:
     def __init__(self, service: Service, hold: float) -> None:
         self._service, self._hold = service, hold
         self._newest = 1  # the slot that has the newest step
+        self._since = 0.0  # when that was published
         self._reserved = 0
+        self._hidden: ServedSnapshot | None = None  # the step in the slot that may be written to
 
     def reserve(self, on_device: bool) -> m.Reserved:
         service = self._service
         self._reserved = slot = 1 - self._newest
-        snapshot = service.snapshots.in_slot(slot)
-        if snapshot is not None:
-            now, readers = time.monotonic(), service.readers(snapshot)
-            since = now if snapshot.superseded is None else snapshot.superseded
-            if readers and now - since < self._hold:
+        older = service.snapshots.in_slot(slot)
+        if older is not None:
+            readers = service.readers(older)
+            if readers and time.monotonic() - self._since < self._hold:
                 who = ", ".join(sorted({one.address for one in readers})[:4])
-                return m.Reserved(-1, f"step {snapshot.step} is read by {who}")
-            snapshot.suspended = True
+                return m.Reserved(-1, f"step {older.step} is read by {who}")
+            service.snapshots.shown.remove(older)
+            self._hidden = older
         service.pending = service.devices.pending = True
-        if snapshot is not None:
-            service.cut_readers(snapshot)
+        if older is not None:
+            service.cut_readers(older)
         # A process that has the memory mapped keeps it, and the trainer takes other memory.
         memory = service.snapshots.slots.get(slot)
         dropped = [slot] if memory is not None and memory.mapped else []
         device = service.devices.take() if on_device else -1
         return m.Reserved(slot, dropped=dropped, device=device)
 
-    @property
-    def newest(self) -> tuple[int, str] | None:
-        """The slot of the newest step, and its snapshot."""
-        found = self._service.snapshots.in_slot(self._newest)
-        return None if found is None else (self._newest, found.id)
-
-    def take(self) -> None:
-        """The trainer has written to the slot: the step that was in it is gone."""
-        snapshot = self._service.snapshots.in_slot(self._reserved)
-        if snapshot is not None:
-            self._service.hide(snapshot, self._reserved)
+    def take(self) -> tuple[int, str] | None:
+        """The trainer has written to the slot: the step that was in it is gone. Returns the slot
+        of the newest step, and its snapshot."""
+        self._drop_hidden()
+        newest = self._service.snapshots.in_slot(self._newest)
+        return None if newest is None else (self._newest, newest.id)
 
     def show(self, shown: m.Show) -> None:
         if shown.export is None and self._service.snapshots.by_id(shown.snapshot) is not None:
@@ -110,13 +107,17 @@ class TwoSlots:
 
     def finish(self, ended: m.FinishPublish) -> None:
         if not ended.failed and ended.skipped is None:
-            self._newest = self._reserved
-            return
-        snapshot = self._service.snapshots.in_slot(self._reserved)
-        if snapshot is not None and snapshot.suspended:
-            snapshot.suspended = False
-            if not ended.unused:
-                self._service.hide(snapshot, self._reserved)
+            self._newest, self._since = self._reserved, time.monotonic()
+        elif ended.unused and self._hidden is not None:
+            self._service.snapshots.shown.insert(0, self._hidden)
+            self._hidden = None
+        self._drop_hidden()
+        self._service.finish(ended)
+
+    def _drop_hidden(self) -> None:
+        if self._hidden is not None:
+            self._hidden.parts.clear()  # requests that were cut off find nothing more
+            self._hidden = None
 
 
 class EndpointProgram:
@@ -156,13 +157,11 @@ class EndpointProgram:
             if isinstance(request, m.Tell):
                 return m.StatusText(msgspec.json.encode(status(service)))
             if isinstance(request, m.StageSlot):
-                slots.take()
-                base = slots.newest
+                base = slots.take()
             elif isinstance(request, m.Show):
                 slots.show(request)
             else:
                 slots.finish(request)
-                service.finish(request)
         if isinstance(request, m.StageSlot):
             return stage(service, fd, request, base)
         return m.Obeyed()

@@ -27,22 +27,19 @@ NO_CHANGES = {"history": 0, "bytes": 0, "steps": []}  # of a server that does no
 
 class Service:
     """The state that answers requests; to be used with its `lock` held, unless a method takes it.
+    The lock is also the condition that is notified of changes.
 
     `access`: the token that readers send, and how other ranks' servers are read.
     """
 
-    def __init__(self, *, access: Access, stall: float) -> None:
-        self.access, self.stall = access, stall
-        self.lock = threading.RLock()
-        self._changed = threading.Condition(self.lock)
+    def __init__(self, http: HttpServer, url: str, *, access: Access, stall: float) -> None:
+        self.http, self.url, self.access, self.stall = http, url, access, stall
+        self.lock = threading.Condition()
         self.snapshots = Snapshots()
         self.devices = DeviceSteps()
         self.transfers = Transfers()
         self.started = time.time()
-        self.url = ""
-        self.socket = ""  # the name of the Unix socket for processes of this host
         self.pending = False  # whether a step is being published: readers of the newest wait for it
-        self.http: HttpServer | None = None
         self.seed_announced: Callable[[str], None] = lambda url: None
         # By URL: the snapshot, and when it was heard.
         self._seeds: dict[str, tuple[str, float]] = {}
@@ -66,53 +63,43 @@ class Service:
 
     # Steps that come and go. These methods take the lock.
 
-    def until(self, holds: Callable[[], bool], seconds: float) -> None:
-        """Wait for a change that makes something true, for that long at most."""
-        with self._changed:
-            self._changed.wait_for(holds, seconds)
-
-    def notify(self) -> None:
-        with self._changed:
-            self._changed.notify_all()
-
     def show(self, shown: Show, arrivals: Arrivals | None = None) -> None:
-        with self._changed:
+        with self.lock:
             if shown.export is not None:
                 self.devices.show(shown)
             else:
                 self.snapshots.show(shown, arrivals)
                 self.pending = self.pending and shown.whole is None
-            self._changed.notify_all()
+            self.lock.notify_all()
 
     def on_device(self, request: DeviceLeaseRequest) -> Show | None:
         """The step that a process asks for, if memory of a GPU has it. A request for the newest
         waits for one that is being published."""
-        devices = self.devices
+        devices, above = self.devices, request.newer_than
         if request.snapshot or request.step is not None:
             return devices.find(request.snapshot, request.step)
-        if (above := request.newer_than) is None:
-            self.until(lambda: not devices.pending, MAX_DEVICE_WAIT)
+        if above is None:
+            self.lock.wait_for(lambda: not devices.pending, MAX_DEVICE_WAIT)
             return devices.newest
-        seconds = min(max(0, request.wait_ms) / 1000, MAX_DEVICE_WAIT)
 
         def is_there() -> bool:
             there = (devices.newest, self.snapshots.newest)
             return any(one is not None and one.step > above for one in there)
 
-        self.until(is_there, seconds)
+        self.lock.wait_for(is_there, min(max(0, request.wait_ms) / 1000, MAX_DEVICE_WAIT))
         found = devices.newest
         return found if found is not None and found.step > above else None
 
     def finish(self, ended: FinishPublish) -> None:
         """A publish is over."""
-        with self._changed:
+        with self.lock:
             self.pending = False
             self.devices.finish(ended)
             if ended.skipped is None and not ended.failed:
                 self.snapshots.lead(ended.step)
             if not ended.failed:
                 self.transfers.note_publish(ended)
-            self._changed.notify_all()
+            self.lock.notify_all()
 
     def readers(self, snapshot: ServedSnapshot) -> list[Transfer]:
         """The readers of a step over TCP that make progress. Mapped memory has no readers here."""
@@ -129,7 +116,7 @@ class Service:
         """Take a slot back; those who still read from it are cut off."""
         with self.lock:
             self.snapshots.hide(snapshot, number)
-        self.cut_readers(snapshot)
+            self.cut_readers(snapshot)
 
     def cut_readers(self, snapshot: ServedSnapshot) -> None:
         """End transfers of a step over TCP. None of them reads its memory afterwards."""
@@ -140,12 +127,13 @@ class Service:
                 for connection in one.connections:
                     connection.cut()
                 self.transfers.end(one, "failed", one.cut)
-            self.until(lambda: not any(one.connections for one in cut), _CUT_SECONDS)
+            self.lock.wait_for(lambda: not any(one.connections for one in cut), _CUT_SECONDS)
 
 
 def status(service: Service) -> dict[str, object]:
     """`/status.json`; to be called with the lock held."""
     transfers = service.transfers
+    transfers.sweep()
     newest, changes = service.snapshots.newest, service.snapshots.changes
     return {
         "version": __version__,
@@ -162,44 +150,39 @@ def status(service: Service) -> dict[str, object]:
         "finished": list(transfers.finished),
         "readers": len(transfers.active),
         "seeds": [{"url": url, "snapshot": snapshot} for url, snapshot in service.seeds.items()],
-        "ranks": (newest.ranks if newest is not None else []) or [service.url],
+        "ranks": (newest.whole.ranks if newest is not None else []) or [service.url],
         "changes": NO_CHANGES if changes is None else changes.facts(),
-        "connections": 0 if service.http is None else service.http.count,
+        "connections": service.http.count,
         "sent_bytes": transfers.sent_bytes,
         "failures": transfers.outcomes["failed"],
     }
 
 
 def metrics(service: Service) -> str:
-    """The text format of Prometheus."""
-    transfers = service.transfers
-    newest = service.snapshots.newest
+    """The text format of Prometheus; to be called with the lock held."""
+    transfers, newest = service.transfers, service.snapshots.newest
+    transfers.sweep()
     last = transfers.publishes[-1] if transfers.publishes else {}
-    rows: list[tuple[str, str, str, object]] = [
-        ("step", "gauge", "", -1 if newest is None else newest.step),
-        ("steps_held", "gauge", "", len(service.snapshots.shown)),
-        ("state_bytes", "gauge", "", 0 if newest is None else newest.nbytes),
-        ("sent_bytes_total", "counter", "", transfers.sent_bytes),
-        ("mapped_total", "counter", "", transfers.mapped),
-        ("readers", "gauge", "", len(transfers.active)),
-        ("seeds", "gauge", "", len(service.seeds)),
-        ("connections", "gauge", "", 0 if service.http is None else service.http.count),
-        ("publishes_total", "counter", "", transfers.published),
-        ("publishes_skipped_total", "counter", "", transfers.skipped),
-        ("publish_seconds", "gauge", "", last.get("stage_seconds", 0.0)),
-    ]
+    values: dict[str, object] = {
+        "step": -1 if newest is None else newest.step,
+        "steps_held": len(service.snapshots.shown),
+        "state_bytes": 0 if newest is None else newest.nbytes,
+        "sent_bytes_total": transfers.sent_bytes,
+        "mapped_total": transfers.mapped,
+        "readers": len(transfers.active),
+        "seeds": len(service.seeds),
+        "connections": service.http.count,
+        "publishes_total": transfers.published,
+        "publishes_skipped_total": transfers.skipped,
+        "publish_seconds": last.get("stage_seconds", 0.0),
+    }
     for outcome, count in transfers.outcomes.items():
-        rows.append(("transfers_total", "counter", f'{{outcome="{outcome}"}}', count))
-    refused = dict(transfers.refused)
-    if service.http is not None:
-        refused["limit"] += service.http.turned_away
-        refused["slow"] += service.http.slow
-    for reason, count in refused.items():
-        rows.append(("refused_total", "counter", f'{{reason="{reason}"}}', count))
-    lines = []
-    for name, kind, labels, value in rows:
-        head = f"# TYPE torchrelay_{name} {kind}"
-        if head not in lines:
-            lines.append(head)
-        lines.append(f"torchrelay_{name}{labels} {value}")
+        values[f'transfers_total{{outcome="{outcome}"}}'] = count
+    for reason, count in service.http.refused.items():
+        values[f'refused_total{{reason="{reason}"}}'] = count
+    lines: dict[str, None] = {}  # each once
+    for key, value in values.items():
+        name = key.partition("{")[0]
+        kind = "counter" if name.endswith("_total") else "gauge"
+        lines |= {f"# TYPE torchrelay_{name} {kind}": None, f"torchrelay_{key} {value}": None}
     return "\n".join(lines) + "\n"

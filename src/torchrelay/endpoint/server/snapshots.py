@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, BinaryIO, NamedTuple
 import xxhash
 
 from torchrelay.endpoint.server.http.connections import Span
-from torchrelay.endpoint.server.messages import Show, Volume
+from torchrelay.endpoint.server.messages import Show, StepRecord, Volume
 from torchrelay.geometry import DIGEST_BYTES
 from torchrelay.memory.crew import share_out
 
@@ -94,22 +94,21 @@ class ServedSnapshot:
 
     def __init__(self, shown: Show, arrivals: Arrivals | None = None) -> None:
         self.step, self.id = shown.step, shown.snapshot
-        self.record, self.state = b"", ""
-        self.order, self.places = shown.volumes, [0] * len(shown.volumes)
-        self.tensors, self.ranks = 0, list[str]()
+        # Until the record of all volumes is here, these are all that is known.
+        self.whole = StepRecord(b"", shown.volumes, 0, [], [0] * len(shown.volumes))
         self.arrivals = arrivals  # of a step that is still arriving
         self.parts: dict[int, Part] = {}  # by the number of the slot
         self.shown = time.time()
-        self.superseded: float | None = None  # by the monotonic clock
         self.replaced = False  # by one with the same number or a lower one: for its readers alone
-        self.suspended = False  # another step may be about to be written to its memory
 
     def add(self, shown: Show, slot: Slot) -> None:
         """A slot has some of its volumes, and the record of all of them may be here."""
         self.parts[shown.slot] = Part(slot, {volume.name: volume for volume in shown.volumes})
-        if (whole := shown.whole) is not None:
-            self.record, self.order, self.tensors = whole.record, whole.volumes, whole.tensors
-            self.ranks, self.places, self.state = whole.ranks, whole.places, whole.state
+        self.whole = shown.whole or self.whole
+
+    @property
+    def record(self) -> bytes:
+        return self.whole.record
 
     def place(self, name: str) -> tuple[Slot, Volume] | None:
         """The slot in which this process has a volume, if it does."""
@@ -130,7 +129,7 @@ class ServedSnapshot:
         if self.arrivals is None:
             return True
         first = 0
-        for volume in self.order:
+        for volume in self.whole.volumes:
             if volume.name == name:
                 size = volume.chunk_bytes
                 low, high = first + start // size, first - (-stop // size)
@@ -150,7 +149,7 @@ class ServedSnapshot:
 
     @property
     def nbytes(self) -> int:
-        return sum(volume.nbytes for volume in self.order)
+        return sum(volume.nbytes for volume in self.whole.volumes)
 
     @property
     def etag(self) -> str:
@@ -160,13 +159,13 @@ class ServedSnapshot:
         return {
             "step": self.step,
             "snapshot": self.id,
-            "state": self.state,
+            "state": self.whole.state,
             "bytes": self.nbytes,
             "record_bytes": len(self.record),
-            "tensors": self.tensors,
-            "world": max(1, len(self.ranks)),
+            "tensors": self.whole.tensors,
+            "world": max(1, len(self.whole.ranks)),
             "shown": self.shown,
-            "volumes": len(self.order),
+            "volumes": len(self.whole.volumes),
             "here": self.here,
         }
 
@@ -193,9 +192,6 @@ class Snapshots:
         snapshot = self.by_id(shown.snapshot)
         if snapshot is None:
             snapshot = ServedSnapshot(shown, arrivals)
-            for other in self.shown:
-                if other.superseded is None:
-                    other.superseded = time.monotonic()
             self.shown.append(snapshot)
         snapshot.add(shown, self.slots[shown.slot])
         if self.changes is not None:
@@ -220,13 +216,10 @@ class Snapshots:
         if not snapshot.parts:
             self.shown.remove(snapshot)
 
-    def _reversed(self) -> Iterator[ServedSnapshot]:
-        return (one for one in reversed(self.shown) if not one.suspended)
-
     @property
     def listed(self) -> list[ServedSnapshot]:
         """Steps that have a record here, the newest last."""
-        return [one for one in self._reversed() if one.record and not one.replaced][::-1]
+        return [one for one in self.shown if one.record and not one.replaced]
 
     @property
     def newest(self) -> ServedSnapshot | None:
@@ -234,10 +227,10 @@ class Snapshots:
         return listed[-1] if listed else None
 
     def by_step(self, step: int) -> ServedSnapshot | None:
-        return next((one for one in self._reversed() if one.step == step and one.record), None)
+        return next((one for one in reversed(self.shown) if one.step == step and one.record), None)
 
     def by_id(self, snapshot: str) -> ServedSnapshot | None:
-        return next((one for one in self._reversed() if one.id == snapshot), None)
+        return next((one for one in reversed(self.shown) if one.id == snapshot), None)
 
     def in_slot(self, number: int) -> ServedSnapshot | None:
         return next((one for one in self.shown if number in one.parts), None)

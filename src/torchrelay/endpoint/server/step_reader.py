@@ -70,10 +70,11 @@ class StepReader:
 
     def is_here(self, volume: int) -> bool:
         """Whether a volume is in this server's memory."""
-        return self._step.order[volume].name in self._files
+        return self._step.whole.volumes[volume].name in self._files
 
     def read_into(self, volume: int, start: int, view: memoryview) -> None:
-        found, rank = self._step.order[volume], self._step.places[volume]
+        whole = self._step.whole
+        found, rank = whole.volumes[volume], whole.places[volume]
         if found.name in self._files:
             fd, first = self._files[found.name]
             if not through(os.preadv, fd, view, first + start):
@@ -81,7 +82,7 @@ class StepReader:
             return
         deadline = Deadline(REMOTE_SECONDS)
         try:
-            self._ranks.read_into(found, self._step.ranks[rank], start, view, deadline)
+            self._ranks.read_into(found, whole.ranks[rank], start, view, deadline)
         except (RelayError, OSError) as fault:
             why = getattr(fault, "message", "") or str(fault)
             raise EndpointError(f"rank {rank} did not send its part: {why}") from fault

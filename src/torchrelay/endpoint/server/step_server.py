@@ -9,11 +9,10 @@ from __future__ import annotations
 
 import re
 import secrets
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import closing, nullcontext
-from functools import partial
-from typing import TYPE_CHECKING, Annotated, NamedTuple, TypeVar
+from functools import cached_property, partial
+from typing import TYPE_CHECKING, Annotated, TypeVar
 
 import msgspec
 import xxhash
@@ -35,7 +34,7 @@ from torchrelay.endpoint.server.http.requests import (
     Request,
     byte_range,
 )
-from torchrelay.endpoint.server.http.sockets import Acceptor, listen_at, refusal
+from torchrelay.endpoint.server.http.sockets import Acceptor, listen_at
 from torchrelay.endpoint.server.local_memory import LocalMemory
 from torchrelay.endpoint.server.messages import Listen, SeedAnnouncement, SeedAnswer
 from torchrelay.endpoint.server.service import Service, metrics, status
@@ -55,10 +54,10 @@ if TYPE_CHECKING:
 READER = re.compile(r"[A-Za-z0-9]{16,64}")
 MAX_WAIT = 60.0  # seconds that a request waits for a newer step
 STEP_SECONDS = 30.0  # for a step that is being published
-_SWEEP_SECONDS = 1.0
 CHUNK_SECONDS = 2.0  # for chunks that are on their way here
 MAX_PATTERNS, MAX_PATTERN = 16, 200
 PARTS, PARTS_BODY = "/parts", 4 << 20  # a request for parts has many runs
+POSTED = ("/seeds", "/readers/", PARTS)
 
 Said = TypeVar("Said", bound=msgspec.Struct)
 Pieces = Iterator[bytes | memoryview | Span]
@@ -72,75 +71,79 @@ class Ending(msgspec.Struct):
     bytes: Annotated[int, msgspec.Meta(ge=0, le=1 << 62)] = 0
 
 
-class _Bytes(NamedTuple):
-    """An answer with bytes of a step, for a transfer of a `kind` with `total` bytes. Without an
-    `extent`, its length is not known before."""
+class StepServer:
+    """Listens until `close`. `lends`: whether processes of this host may map its memory."""
 
-    snapshot: ServedSnapshot
-    kind: str
-    total: int
-    extent: ByteRange | None
-    headers: dict[str, str]
-    pieces: Callable[[], Pieces]
-
-
-class App:
-    """Answers requests from what is shown."""
-
-    def __init__(self, service: Service) -> None:
-        self.service = service
-        self._page_answers: PageAnswers | None = None  # once the page was asked for
-        # By path, with the method. Short answers are made with the lock held.
-        self._short: dict[str, tuple[str, Handler]] = {
-            "/healthz": ("GET", lambda *_: Response(body=b"ok\n")),
-            "/steps.json": ("GET", self._steps),
-            "/record": ("GET", self._record),
-            "/places.json": ("GET", self._places),
-            "/local.json": ("GET", lambda *_: Response.json(LocalFacts(machine(), service.socket))),
-            "/seeds": ("POST", self._seeds),
-            "/readers/": ("POST", self._reader_ends),
-            "/status.json": ("GET", lambda *_: Response.json(status(service))),
-            "/metrics": ("GET", lambda *_: Response(body=metrics(service).encode())),
+    def __init__(self, listen: Listen, *, lends: bool = True) -> None:
+        # Ranks with one self-signed certificate read from each other without a `cafile`.
+        cafile = listen.cafile or listen.certfile
+        access = Access(listen.token, None, cafile, listen.certfile, listen.keyfile)
+        listener = listen_at(listen.host, listen.port)
+        self.port: int = listener.getsockname()[1]
+        http = HttpServer(
+            self._answer,
+            connections=listen.connections,
+            stall=listen.stall,
+            context=access.server_context(),
+            body_limit=self._body_limit,
+        )
+        url = ServerUrl(access.scheme, listen.host, self.port).url
+        self.service = service = Service(http, url, access=access, stall=listen.stall)
+        self._memory = LocalMemory(service) if lends else None
+        # Handlers by path. Short answers are made with the lock held.
+        local = LocalFacts(machine(), "" if self._memory is None else self._memory.name)
+        self._short: dict[str, Handler] = {
+            "/healthz": lambda *_: Response(body=b"ok\n"),
+            "/steps.json": self._steps,
+            "/record": self._record,
+            "/places.json": self._places,
+            "/local.json": lambda *_: Response.json(local),
+            "/seeds": self._seeds,
+            "/readers/": self._reader_ends,
+            "/status.json": lambda *_: Response.json(status(service)),
+            "/metrics": lambda *_: Response(body=metrics(service).encode()),
         }
-        self._long: dict[str, tuple[str, Handler]] = {
-            "/volumes/": ("GET", self._volume),
-            "/model.safetensors": ("GET", self._file),
-            PARTS: ("POST", self._parts),
-            **dict.fromkeys((PAGE, *PATHS), ("GET", self._page)),
+        self._long: dict[str, Handler] = {
+            "/volumes/": self._volume,
+            "/model.safetensors": self._file,
+            PARTS: self._parts,
+            **dict.fromkeys((PAGE, *PATHS), lambda asked, _: self._page_answers.answer(asked)),
         }
+        self._acceptor = Acceptor(listener, http.serve)
 
-    def body_limit(self, request: Request, connection: HttpConnection) -> int:
+    def close(self) -> None:
+        """Stop listening and cut all connections."""
+        self._acceptor.close()
+        if self._memory is not None:
+            self._memory.close()
+        self.service.http.close()
+
+    def _body_limit(self, request: Request, connection: HttpConnection) -> int:
         """The most bytes of a body. Long ones are taken from clients that may ask alone."""
         if request.path != PARTS or request.length <= BODY_BYTES:
             return BODY_BYTES
         self._admit(request, connection)
         return PARTS_BODY
 
-    def answer(self, request: Request, connection: HttpConnection) -> Response | None:
+    def _answer(self, request: Request, connection: HttpConnection) -> Response | None:
         """The answer to a request; None where it was sent already."""
         self._admit(request, connection)
         path = request.path
         for prefix in ("/readers/", "/volumes/"):
             path = prefix if path.startswith(prefix) else path
-        is_short = path in self._short
-        if not is_short and path not in self._long:
+        act = self._short.get(path) or self._long.get(path)
+        if act is None:
             raise Refusal(404, "nothing is here: docs/http.md lists what can be asked for")
-        allowed, act = self._short[path] if is_short else self._long[path]
-        if request.method != allowed and (request.method, allowed) != ("HEAD", "GET"):
-            raise Refusal(405, f"this path takes {allowed}")
-        with self.service.lock if is_short else nullcontext():
+        methods = ("POST",) if path in POSTED else ("GET", "HEAD")
+        if request.method not in methods:
+            raise Refusal(405, f"this path takes {methods[0]}")
+        with self.service.lock if path in self._short else nullcontext():
             return act(request, connection)
 
     def _admit(self, request: Request, connection: HttpConnection) -> None:
         # The page holds nothing of the state; a browser cannot send a token to get it.
         token = self.service.access.token
-        open_to_all = ("/healthz",) if token is None else ("/healthz", PAGE)
-        if request.path in open_to_all:
-            return
-        if why := refusal(request.headers, token, connection.is_own):
-            self.service.transfers.refused["token"] += 1
-            raise Refusal(401, why)
-        connection.admitted = True
+        connection.admit(request, token, ("/healthz",) if token is None else ("/healthz", PAGE))
 
     # Steps.
 
@@ -149,17 +152,19 @@ class App:
         service, snapshots = self.service, self.service.snapshots
         if above is not None:
             wait = min((request.number("wait_ms") or 0) / 1000, MAX_WAIT)
-            service.until(lambda: any(one.step > above for one in snapshots.listed[-1:]), wait)
+            service.lock.wait_for(
+                lambda: any(one.step > above for one in snapshots.listed[-1:]), wait
+            )
         else:
-            service.until(lambda: not service.pending, STEP_SECONDS)
+            service.lock.wait_for(lambda: not service.pending, STEP_SECONDS)
         return Response.json({"steps": [snapshot.facts() for snapshot in snapshots.listed]})
 
     def _asked_for(self, request: Request) -> ServedSnapshot:
         """The step that a request names, or the newest."""
-        step, snapshots = request.number("step"), self.service.snapshots
-        with self.service.lock:
+        step, service, snapshots = request.number("step"), self.service, self.service.snapshots
+        with service.lock:
             if step is None:
-                self.service.until(lambda: not self.service.pending, STEP_SECONDS)
+                service.lock.wait_for(lambda: not service.pending, STEP_SECONDS)
                 if snapshots.newest is None:
                     raise Refusal(503, "no step has been published yet: ask again")
                 return snapshots.newest
@@ -179,16 +184,17 @@ class App:
     def _record(self, request: Request, connection: HttpConnection) -> Response:
         snapshot = self._asked_for(request)
         if "torchrelay-reader" in request.headers:  # it comes back for the volumes: keep them
-            self._transfer(request, connection, snapshot, "http", snapshot.nbytes)
+            self._enter(request, connection, snapshot)
         headers = {"ETag": f'"{snapshot.etag}"', "Torchrelay-Snapshot": snapshot.id}
         return Response(body=snapshot.record, kind="application/json", headers=headers)
 
     def _places(self, request: Request, connection: HttpConnection) -> Response:
         snapshot = self._by_id(request.field("snapshot"))
+        whole = snapshot.whole
         volumes = {
             # An empty text stands for the URL that was asked, by whichever name that was.
-            volume.name: ["" if snapshot.place(volume.name) else snapshot.ranks[place]]
-            for volume, place in zip(snapshot.order, snapshot.places, strict=True)
+            volume.name: ["" if snapshot.place(volume.name) else whole.ranks[place]]
+            for volume, place in zip(whole.volumes, whole.places, strict=True)
         }
         return Response.json({"step": snapshot.step, "snapshot": snapshot.id, "volumes": volumes})
 
@@ -210,11 +216,12 @@ class App:
 
     def _reader_ends(self, request: Request, connection: HttpConnection) -> Response:
         said = _body(request, Ending, '{"outcome": "done"} or "failed", with "reason"')
-        for transfer in self.service.transfers.by_reader(request.path.removeprefix("/readers/")):
+        reader, transfers = request.path.removeprefix("/readers/"), self.service.transfers
+        for transfer in [one for one in transfers.active.values() if one.reader == reader]:
             if transfer.kind == "mapped":
                 transfer.bytes = min(said.bytes, transfer.total)
             outcome = "done" if said.outcome == "done" else "failed"
-            self.service.transfers.end(transfer, outcome, said.reason)
+            transfers.end(transfer, outcome, said.reason)
         return Response(204)
 
     # Bytes.
@@ -227,8 +234,8 @@ class App:
         place = snapshot.place(parts[3])
         if place is None:
             raise Refusal(404, "that volume is not here: /places.json says where it is")
-        name, nbytes = place[1].name, place[1].nbytes
-        extent = self._extent(request, nbytes, snapshot.etag)
+        name = place[1].name
+        extent = byte_range(request, place[1].nbytes, snapshot.etag)
         wait = min((request.number("wait_ms") or 0) / 1000, CHUNK_SECONDS)
         if not snapshot.wait(name, extent.start, extent.stop, wait):
             raise Refusal(404, "these bytes have not arrived here yet")
@@ -237,8 +244,7 @@ class App:
             return filter(None, [snapshot.span(name, extent.start, extent.stop)])
 
         headers = extent.headers(snapshot.etag)
-        answer = _Bytes(snapshot, "http", snapshot.nbytes, extent, headers, pieces)
-        self._send(request, connection, answer)
+        self._send(request, connection, snapshot, pieces, headers, extent)
 
     def _parts(self, request: Request, connection: HttpConnection) -> None:
         # Imported for this alone: numpy takes as much memory as the server itself.
@@ -252,12 +258,8 @@ class App:
             wanted = wanted_parts(said, snapshot, self.service.snapshots.changes)
         except RemoteProtocolError as fault:
             raise Refusal(400, fault.message) from None
-
         headers = {"Content-Type": "application/octet-stream", **FRESH}
-        sent = partial(part_stream, wanted)
-        self._send(
-            request, connection, _Bytes(snapshot, "http", snapshot.nbytes, None, headers, sent)
-        )
+        self._send(request, connection, snapshot, partial(part_stream, wanted), headers)
 
     def _file(self, request: Request, connection: HttpConnection) -> Response | None:
         patterns = request.query.get("include", [])
@@ -267,7 +269,7 @@ class App:
         from torchrelay.endpoint.server.whole_file import whole_file
 
         snapshot = self._asked_for(request)
-        if not snapshot.tensors:
+        if not snapshot.whole.tensors:
             raise Refusal(404, "a seed has the volumes of a step: ask the endpoint for its file")
         file = whole_file(snapshot.record, tuple(patterns), snapshot.id)
         if not file.contents.tensors:
@@ -276,7 +278,7 @@ class App:
         etag = snapshot.etag + (f"-{digest}" if patterns else "")
         if f'"{etag}"' in request.headers.get("if-none-match", ""):
             return Response(304, headers={"ETag": f'"{etag}"'})
-        extent = self._extent(request, file.nbytes, etag)
+        extent = byte_range(request, file.nbytes, etag)
 
         def pieces() -> Pieces:
             with self.service.lock:
@@ -284,49 +286,51 @@ class App:
             with closing(reader):
                 yield from file.pieces(reader, extent.start, extent.stop)
 
-        answer = _Bytes(snapshot, "file", file.nbytes, extent, extent.headers(etag), pieces)
-        self._send(request, connection, answer)
+        self._send(request, connection, snapshot, pieces, extent.headers(etag), extent, "file")
         return None
 
-    def _extent(self, request: Request, nbytes: int, etag: str) -> ByteRange:
-        try:
-            return byte_range(request, nbytes, etag)
-        except Refusal:
-            self.service.transfers.refused["range"] += 1
-            raise
-
-    def _transfer(
+    def _enter(
         self,
         request: Request,
         connection: HttpConnection,
         snapshot: ServedSnapshot,
-        kind: str,
-        total: int,
+        kind: str = "http",
+        total: int | None = None,
     ) -> Transfer:
+        """The transfer that a request belongs to, by the name of its reader if it has one."""
         reader = request.headers.get("torchrelay-reader", "")
         if reader and not READER.fullmatch(reader):
             raise Refusal(400, "Torchrelay-Reader is 16 to 64 letters and digits")
         name = reader or f"{ONE_REQUEST}{secrets.token_hex(8)}"
         agent = request.headers.get("user-agent", "")
+        total = snapshot.nbytes if total is None else total
         found = self.service.transfers.enter(name, connection.remote, agent, snapshot, kind, total)
         if found is None:
-            self.service.transfers.refused["limit"] += 1
             raise Refusal(429, "too many readers at once: ask again later")
         return found
 
-    def _send(self, request: Request, connection: HttpConnection, answer: _Bytes) -> None:
-        """Send an answer with bytes, and note how that ended. While it is sent, the memory of the
-        snapshot is not taken back."""
-        snapshot, kind, total, extent, headers, pieces = answer
+    def _send(
+        self,
+        request: Request,
+        connection: HttpConnection,
+        snapshot: ServedSnapshot,
+        pieces: Callable[[], Pieces],
+        headers: dict[str, str],
+        extent: ByteRange | None = None,
+        kind: str = "http",
+    ) -> None:
+        """Send bytes of a step, and note how that ended. While they are sent, the memory of the
+        snapshot is not taken back. Without an `extent`, their number is not known before."""
         status = 206 if extent is not None and extent.partial else 200
         length = None if extent is None else extent.stop - extent.start
         if request.method == "HEAD":
             connection.send_head(status, length, headers)
             return
         service, transfers = self.service, self.service.transfers
+        total = extent.nbytes if extent is not None and kind == "file" else None
         with service.lock:
             self._by_id(snapshot.id)  # it may be gone by now
-            transfer = self._transfer(request, connection, snapshot, kind, total)
+            transfer = self._enter(request, connection, snapshot, kind, total)
             transfer.connections.add(connection)
             given = pieces()
 
@@ -351,16 +355,15 @@ class App:
                 transfer.fault = reason = transfer.cut or reason
                 if transfer.reader.startswith(ONE_REQUEST):
                     transfers.end(transfer, "failed" if reason else "done", reason)
-                service.notify()
+                service.lock.notify_all()
 
-    def _page(self, request: Request, connection: HttpConnection) -> Response:
+    @cached_property
+    def _page_answers(self) -> PageAnswers:
         # Imported for the page alone: with numpy it takes as much memory as the server itself.
         from torchrelay.endpoint.page.answers import PageAnswers
         from torchrelay.endpoint.page.served import ServedWatch
 
-        if self._page_answers is None:
-            self._page_answers = PageAnswers(ServedWatch(self.service))
-        return self._page_answers.answer(request)
+        return PageAnswers(ServedWatch(self.service))
 
 
 def _body(request: Request, kind: type[Said], form: str) -> Said:
@@ -371,42 +374,3 @@ def _body(request: Request, kind: type[Said], form: str) -> Said:
         return msgspec.json.decode(request.body, type=kind)
     except (msgspec.MsgspecError, ValueError):
         raise Refusal(400, f"this takes application/json: {form}") from None
-
-
-class StepServer:
-    """Listens until `close`. `lends`: whether processes of this host may map its memory."""
-
-    def __init__(self, listen: Listen, *, lends: bool = True) -> None:
-        # Ranks with one self-signed certificate read from each other without a `cafile`.
-        cafile = listen.cafile or listen.certfile
-        access = Access(listen.token, None, cafile, listen.certfile, listen.keyfile)
-        self.service = Service(access=access, stall=listen.stall)
-        listener = listen_at(listen.host, listen.port)
-        self.port: int = listener.getsockname()[1]
-        self.service.url = ServerUrl(access.scheme, listen.host, self.port).url
-        app = App(self.service)
-        self._http = self.service.http = HttpServer(
-            app.answer,
-            connections=listen.connections,
-            stall=listen.stall,
-            context=access.server_context(),
-            body_limit=app.body_limit,
-        )
-        self._memory = LocalMemory(self.service) if lends else None
-        self.service.socket = "" if self._memory is None else self._memory.name
-        self._closed = threading.Event()
-        threading.Thread(target=self._sweep, name="torchrelay-sweep", daemon=True).start()
-        self._acceptor = Acceptor(listener, self._http.serve)
-
-    def _sweep(self) -> None:
-        while not self._closed.wait(_SWEEP_SECONDS):
-            with self.service.lock:
-                self.service.transfers.sweep()
-
-    def close(self) -> None:
-        """Stop listening and cut all connections."""
-        self._closed.set()
-        self._acceptor.close()
-        if self._memory is not None:
-            self._memory.close()
-        self._http.close()

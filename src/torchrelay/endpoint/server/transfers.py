@@ -36,16 +36,15 @@ class Transfer:
     leases: int = 0  # of memory that it has mapped
     cut: str = ""  # why its answers were ended
     fault: str = ""  # why the last of them failed
-    samples: deque[tuple[float, int]] = field(default_factory=lambda: deque(maxlen=64))
+    samples: deque[tuple[float, int]] = field(default_factory=lambda: deque(maxlen=2))
 
     @property
     def rate(self) -> float:
         """Bytes a second, of the last seconds."""
         now = time.monotonic()
-        recent = [(at, done) for at, done in self.samples if now - at <= RATE_SECONDS]
-        if not recent:
+        if not self.samples or now - self.seen > RATE_SECONDS:
             return 0.0
-        at, done = recent[0]
+        at, done = self.samples[0]
         return (self.bytes - done) / max(now - at, 0.05)
 
     def facts(self) -> dict[str, object]:
@@ -69,7 +68,6 @@ class Transfers:
         self.finished: deque[dict[str, object]] = deque(maxlen=FINISHED)
         self.publishes: deque[dict[str, object]] = deque(maxlen=PUBLISHES)
         self.outcomes = {"done": 0, "failed": 0}
-        self.refused = {"token": 0, "limit": 0, "slow": 0, "range": 0}
         self.sent_bytes = self.published = self.skipped = self.mapped = 0
 
     def enter(
@@ -79,6 +77,7 @@ class Transfers:
         key = reader, snapshot.id
         found = self.active.get(key)
         if found is None:
+            self.sweep()
             if len(self.active) >= MAX_READERS:
                 return None
             found = Transfer(reader, address, agent[:80], snapshot, kind, total)
@@ -90,7 +89,7 @@ class Transfers:
         self.sent_bytes += nbytes
         transfer.bytes += nbytes
         transfer.seen = now = time.monotonic()
-        if not transfer.samples or now - transfer.samples[-1][0] > RATE_SECONDS / 32:
+        if not transfer.samples or now - transfer.samples[-1][0] > RATE_SECONDS:
             transfer.samples.append((now, transfer.bytes))
 
     def end(self, transfer: Transfer, outcome: str, reason: str = "") -> None:
@@ -102,9 +101,6 @@ class Transfers:
 
     def of(self, snapshot: ServedSnapshot) -> Iterator[Transfer]:
         return (one for one in list(self.active.values()) if one.snapshot is snapshot)
-
-    def by_reader(self, reader: str) -> list[Transfer]:
-        return [one for one in self.active.values() if one.reader == reader]
 
     def sweep(self) -> None:
         """End transfers of readers that went away without a message."""

@@ -7,68 +7,49 @@ import msgspec
 from torchrelay.endpoint.address import Address
 from torchrelay.endpoint.server import messages as m
 from torchrelay.errors import UsageError
-from torchrelay.sources.access import Access
 
 LEASE_SECONDS = 60.0
 RATE = 200e6  # bytes a second at which copies are fetched
 STEPS = 2  # the newest one, and the one that is being staged
 MIN_MEMORY = 1 << 20
-TAKEN = "taken"  # the answer to `BeginKeeping` where another keeper has the name
-
-
-class BeginKeeping(msgspec.Struct, tag="begin"):
-    """The first message to a keeper that was launched: the name by which it is found."""
-
-    name: str
+TAKEN = "taken"  # the answer to a name that another keeper has
 
 
 class JoinKeeper(msgspec.Struct, tag="join"):
     """A worker is here. The first one says where the keeper listens. Answered with `Joined`.
 
-    `listen.token`: the job's, where the worker knows it. `memory`: bytes at most, 0 for any number.
-    `steps`: how many steps of its workers the keeper has at most. `begins`: the sender is not a
-    worker, and a keeper that was joined before keeps its settings.
+    `listen.token`: the job's, where the worker knows it. `memory`: bytes at most, None for any
+    number. `steps`: how many steps of its workers the keeper has at most. `begins`: the sender is
+    not a worker, and a keeper that was joined before keeps its settings. `UsageError` where a
+    setting makes no sense.
     """
 
     listen: m.Listen
-    memory: int
-    steps: int
-    copies: int
-    rate: float
-    lease: float
-    begins: bool
+    memory: int | None = None
+    steps: int = STEPS
+    copies: int = 1
+    rate: float = RATE
+    lease: float = LEASE_SECONDS
+    begins: bool = False
 
-    @classmethod
-    def of(
-        cls,
-        address: Address,
-        access: Access,
-        memory: int | None = None,
-        steps: int = STEPS,
-        copies: int = 1,
-        rate: float = RATE,
-        lease: float = LEASE_SECONDS,
-        *,
-        begins: bool = False,
-    ) -> JoinKeeper:
-        """`UsageError` where a setting makes no sense."""
-        token = access.secret()
-        if address.port:
-            raise UsageError(f"a keeper listens at a free port: give {address.host}:0")
-        if token is not None:
-            address.check(token)
-        if memory is not None and memory < MIN_MEMORY:
-            raise UsageError(f"memory must be at least {MIN_MEMORY} bytes or None, not {memory!r}")
-        if type(steps) is not int or steps < STEPS:
-            raise UsageError(f"steps must be a number from {STEPS}, not {steps!r}")
-        if type(copies) is not int or copies < 0:
-            raise UsageError(f"copies must be a number from 0, not {copies!r}")
-        if not rate > 0:
-            raise UsageError(f"rate must be a number of bytes a second, not {rate!r}")
-        if not 0 < lease < 1e8:
-            raise UsageError(f"lease must be a number of seconds, not {lease!r}")
-        listen = m.Listen.at(address.host, 0, access)
-        return cls(listen, memory or 0, steps, copies, rate, lease, begins)
+    def __post_init__(self) -> None:
+        listen = self.listen
+        if listen.port:
+            raise UsageError(f"a keeper listens at a free port: give {listen.host}:0")
+        if listen.token is not None:
+            Address(listen.host, 0).check(listen.token)
+        if self.memory is not None and self.memory < MIN_MEMORY:
+            raise UsageError(
+                f"memory must be at least {MIN_MEMORY} bytes or None, not {self.memory!r}"
+            )
+        if type(self.steps) is not int or self.steps < STEPS:
+            raise UsageError(f"steps must be a number from {STEPS}, not {self.steps!r}")
+        if type(self.copies) is not int or self.copies < 0:
+            raise UsageError(f"copies must be a number from 0, not {self.copies!r}")
+        if not self.rate > 0:
+            raise UsageError(f"rate must be a number of bytes a second, not {self.rate!r}")
+        if not 0 < self.lease < 1e8:
+            raise UsageError(f"lease must be a number of seconds, not {self.lease!r}")
 
 
 class Joined(msgspec.Struct, tag="joined"):
@@ -136,18 +117,5 @@ class End(msgspec.Struct, tag="end"):
     """The keeper ends, and its memory with it."""
 
 
-KeeperRequest = (
-    JoinKeeper
-    | Members
-    | AskReport
-    | HoldSlot
-    | End
-    | m.Reserve
-    | m.StageSlot
-    | m.Show
-    | m.FinishPublish
-    | m.Tell
-)
-KeeperAnswer = (
-    Joined | KeeperReport | m.Reserved | m.SlotStaged | m.StatusText | m.Obeyed | m.Refused
-)
+KeeperRequest = JoinKeeper | Members | AskReport | HoldSlot | End | m.PublishRequest
+KeeperAnswer = Joined | KeeperReport | m.PublishAnswer

@@ -16,7 +16,7 @@ import signal
 import socket
 import threading
 import time
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import msgspec
 
@@ -37,7 +37,6 @@ FIRST_LEASE = 60.0  # seconds for the first worker to come
 BACKLOG = 128
 _TICK = 0.2
 
-_begin = msgspec.msgpack.Decoder(k.BeginKeeping)
 _request = msgspec.msgpack.Decoder(k.KeeperRequest)
 _decision = msgspec.msgpack.Decoder(k.KeeperDecision)
 
@@ -60,7 +59,6 @@ class KeeperProgram:
         self._lock = threading.RLock()  # one request at a time, though it may wait for readers
         self._over = threading.Event()
         self._numbers = itertools.count(1)
-        self._workers: set[int] = set()
         self._alone_since = time.monotonic()
         self._members: list[str] = []
         self._known: list[str] = []  # keepers that had the newest step that is complete
@@ -72,7 +70,7 @@ class KeeperProgram:
             lease = FIRST_LEASE if self._kept is None else self._kept.retention.settings.lease
             with self._lock:
                 alone = time.monotonic() - self._alone_since
-                if not self._workers and alone > lease:
+                if alone > lease and not (self._kept and self._kept.retention.workers):
                     break
         self._acceptor.close()
         if self._kept is not None:
@@ -84,12 +82,11 @@ class KeeperProgram:
         worker = WorkerLink(next(self._numbers), sock)
         obey(sock, lambda data: self._do(worker, data))
         with self._lock:
-            if worker.number in self._workers:
-                self._workers.discard(worker.number)
+            kept = self._kept
+            if kept is not None and worker.number in kept.retention.workers:
                 self._alone_since = time.monotonic()
-                if self._kept is not None:
-                    with self._kept.service.lock:
-                        self._kept.retention.leave(worker.number)
+                with kept.service.lock:
+                    kept.retention.leave(worker.number)
         if worker.ends:
             self._over.set()
 
@@ -107,7 +104,7 @@ class KeeperProgram:
                 return m.Obeyed()
             if isinstance(request, k.JoinKeeper):
                 return self._join(worker, request)
-            if self._kept is None or worker.number not in self._workers:
+            if self._kept is None or worker.number not in self._kept.retention.workers:
                 return m.Refused("join first")
             with self._kept.service.lock:
                 answer = self._do_joined(self._kept, worker, request)
@@ -158,8 +155,7 @@ class KeeperProgram:
             kept.retention.settings = join
             cafile = wanted.cafile or wanted.certfile
             kept.service.access = replace(kept.service.access, cafile=cafile)
-        self._workers.add(worker.number)
-        kept.retention.enter(worker.number)
+        kept.retention.workers.add(worker.number)
         known = list(dict.fromkeys([*self._members, *self._known]))
         return k.Joined(kept.server.port, token, known, os.getpid())
 
@@ -181,7 +177,7 @@ class KeeperProgram:
     def _status(self) -> dict[str, object]:
         facts: dict[str, object] = {
             "pid": os.getpid(),
-            "workers": len(self._workers),
+            "workers": 0,
             "lease": FIRST_LEASE,
             "memory": None,
             "staged_bytes": 0,
@@ -191,8 +187,9 @@ class KeeperProgram:
         if (kept := self._kept) is not None:
             with kept.service.lock:
                 facts |= {
+                    "workers": len(kept.retention.workers),
                     "lease": kept.retention.settings.lease,
-                    "memory": kept.retention.settings.memory or None,
+                    "memory": kept.retention.settings.memory,
                     "staged_bytes": kept.retention.nbytes,
                     "most_bytes": kept.retention.most,
                     **status(kept.service),
@@ -201,18 +198,20 @@ class KeeperProgram:
         return facts
 
 
+@dataclass
 class WorkerLink:
     """A worker that is connected. `ends`: it has said that the keeper is to end."""
 
-    def __init__(self, number: int, link: socket.socket) -> None:
-        self.number, self.link, self.ends = number, link, False
+    number: int
+    link: socket.socket
+    ends: bool = False
 
 
 def run(link: int) -> None:
     """Keep steps under the name that comes by a socket, until the lease is over."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     with socket.socket(fileno=link) as end:
-        name = _begin.decode(receive_frame(end)).name
+        name = receive_frame(end).decode()
         try:
             listener = listen_by_name(name, BACKLOG)
         except OSError as fault:

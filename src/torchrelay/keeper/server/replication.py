@@ -11,7 +11,7 @@ import mmap
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import NamedTuple
 
 import xxhash
@@ -29,7 +29,6 @@ from torchrelay.memory.pages import reserve, sealed_memory
 from torchrelay.sources.access import Access
 from torchrelay.sources.remote_step import digest_of
 
-PIECE_BYTES = 1 << 20  # fetched at once, between looks at the rate
 LEAST_SECONDS = 60.0  # that a copy may take, and
 SLACK = 8  # times as long as it would take at its rate
 
@@ -44,8 +43,9 @@ class WantedCopy(NamedTuple):
 
     @classmethod
     def of(cls, step: ServedSnapshot, sources: list[str]) -> WantedCopy:
-        servers = [step.ranks[place] for place in step.places] if step.ranks else []
-        chosen = [one for one in zip(step.order, servers, strict=False) if one[1] in sources]
+        whole = step.whole
+        servers = [whole.ranks[place] for place in whole.places] if whole.ranks else []
+        chosen = [one for one in zip(whole.volumes, servers, strict=False) if one[1] in sources]
         volumes, nbytes = laid_out(volume for volume, _ in chosen)
         return cls(step, volumes, [url for _, url in chosen], nbytes)
 
@@ -82,7 +82,7 @@ class Replication:
 
     def _held(self, step: ServedSnapshot) -> HeldStep:
         there = set(step.here)
-        order = step.order if step.record else []
+        order = step.whole.volumes if step.record else []
         bits = sum(1 << at for at, volume in enumerate(order) if volume.name in there)
         wanted = WantedCopy.of(step, self._sources()) if step.record else None
         copied = wanted is not None and all(one.name in there for one in wanted.volumes)
@@ -203,42 +203,26 @@ class CopyThread:
             self._done(self)
 
     def _copy(self, volume: Volume, url: str, deadline: Deadline, begun: float) -> None:
-        size = max(PIECE_BYTES, volume.chunk_bytes)
-        for start, stop in self._missing(volume):
-            for at in range(start, stop, size):
-                early = begun + self.fetched / self._rate - time.monotonic()
-                if self._ranks.stopped.wait(max(0.0, early)):
-                    raise ValueError("it was given up")
-                end = min(at + size, stop)
-                view = self._view[volume.start + at : volume.start + end]
-                self._ranks.read_into(volume, url, at, view, deadline)
-                self.fetched += end - at
+        for start in range(0, volume.nbytes, volume.chunk_bytes):
+            stop = min(start + volume.chunk_bytes, volume.nbytes)
+            view = self._view[volume.start + start : volume.start + stop]
+            if self._unchanged(volume, start, view):
+                continue
+            early = begun + self.fetched / self._rate - time.monotonic()
+            if self._ranks.stopped.wait(max(0.0, early)):
+                raise ValueError("it was given up")
+            self._ranks.read_into(volume, url, start, view, deadline)
+            self.fetched += len(view)
 
-    def _missing(self, volume: Volume) -> Iterator[tuple[int, int]]:
-        """Ranges of whole chunks that have to be fetched; the others are filled from the copy
-        before."""
-        size = volume.chunk_bytes
-        start: int | None = None
-        for at in range(0, volume.nbytes, size):
-            if self._unchanged(volume, at, min(at + size, volume.nbytes)):
-                if start is not None:
-                    yield start, at
-                start = None
-            elif start is None:
-                start = at
-        if start is not None:
-            yield start, volume.nbytes
-
-    def _unchanged(self, volume: Volume, start: int, stop: int) -> bool:
+    def _unchanged(self, volume: Volume, start: int, view: memoryview) -> bool:
         """Whether a chunk is as it was in the copy before; then it is in its place."""
-        place = self._older.get(volume.name)
-        if place is None:
+        if (place := self._older.get(volume.name)) is None:
             return False
         slot, before = place
         sizes = volume.nbytes, volume.chunk_bytes
         wanted = digest_of(volume, start)
         if (before.nbytes, before.chunk_bytes) != sizes or digest_of(before, start) != wanted:
             return False
-        here = self._view[volume.start + start : volume.start + stop]
-        here[:] = slot.view[before.start + start : before.start + stop]
-        return bool(xxhash.xxh3_128_digest(here) == wanted)
+        at = before.start + start
+        view[:] = slot.view[at : at + len(view)]
+        return bool(xxhash.xxh3_128_digest(view) == wanted)

@@ -39,7 +39,7 @@ class Retention:
         self.decided = KeeperDecision([], False, [])
         self._slots: dict[int, WorkerSlot] = {}  # by number
         self._holders: set[int] = set()  # workers that ever held one
-        self._live: set[int] = {OWN}
+        self.workers: set[int] = set()  # that are connected
         self._numbers = 0
 
     @property
@@ -49,12 +49,9 @@ class Retention:
 
     # Workers.
 
-    def enter(self, worker: int) -> None:
-        self._live.add(worker)
-
     def leave(self, worker: int) -> None:
         """A worker is gone, and what it has not shown goes with it."""
-        self._live.discard(worker)
+        self.workers.discard(worker)
         self._holders.discard(worker)
         for slot in self._of(worker):
             self._slots[slot].held = False
@@ -82,21 +79,6 @@ class Retention:
         self.tidy()
         if worker != OWN and (why := self.full()):
             return m.Reserved(-1, why)
-        return self._reserve(worker, nbytes)
-
-    def full(self) -> str:
-        """Why workers get no memory for another step, whatever its size."""
-        copies = self._of(OWN)
-        needed = [one for one in self._snapshots.shown if self._is_needed(one)]
-        needed = [one for one in needed if not copies >= one.parts.keys()]
-        if len(needed) < self.settings.steps:
-            return ""
-        steps = ", ".join(str(one.step) for one in needed)
-        return (
-            f"the keeper has steps {steps} until the last of them is copied, and room for no more"
-        )
-
-    def _reserve(self, worker: int, nbytes: int) -> m.Reserved:
         idle = sorted(
             (slot for slot in self._of(worker) if self._is_idle(slot)),
             key=lambda slot: (
@@ -130,6 +112,18 @@ class Retention:
             self._snapshots.detach(chosen)  # the worker takes other memory for it
             self.attached(chosen, nbytes)
         return m.Reserved(chosen, dropped=dropped)
+
+    def full(self) -> str:
+        """Why workers get no memory for another step, whatever its size."""
+        copies = self._of(OWN)
+        needed = [one for one in self._snapshots.shown if self._is_needed(one)]
+        needed = [one for one in needed if not copies >= one.parts.keys()]
+        if len(needed) < self.settings.steps:
+            return ""
+        steps = ", ".join(str(one.step) for one in needed)
+        return (
+            f"the keeper has steps {steps} until the last of them is copied, and room for no more"
+        )
 
     def attached(self, slot: int, nbytes: int) -> None:
         self._slots[slot].nbytes = nbytes
@@ -167,7 +161,8 @@ class Retention:
 
     def tidy(self) -> None:
         """Free what is not needed of workers that are gone."""
-        for slot in [one for one, slot in self._slots.items() if slot.worker not in self._live]:
+        live = {OWN, *self.workers}
+        for slot in [one for one, slot in self._slots.items() if slot.worker not in live]:
             if self._is_idle(slot):
                 self._clear(slot)
 

@@ -7,6 +7,7 @@ Nothing that a client sends is ever printed.
 
 from __future__ import annotations
 
+import hmac
 import logging
 import os
 import select
@@ -15,15 +16,16 @@ import ssl
 import struct
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Container, Iterable, Mapping
 from contextlib import suppress
+from functools import cached_property
 from http import HTTPStatus
 from typing import BinaryIO, NamedTuple
 
 import msgspec
 
 from torchrelay.endpoint.server.http.requests import BODY_BYTES, HEAD_BYTES, Refusal, Request
-from torchrelay.endpoint.server.http.sockets import is_own_user
+from torchrelay.endpoint.server.http.sockets import is_own_user, is_plain_host
 from torchrelay.sources.http_head import END
 
 logger = logging.getLogger("torchrelay")
@@ -33,6 +35,7 @@ STUCK_SECONDS = 2.0  # without a piece, after which another client may take its 
 PIECE_BYTES = 2 << 20  # for which a reader has a limited time
 COPY_BYTES = 1 << 18  # copied and sent at once where the kernel cannot send from memory itself
 FRESH = {"Cache-Control": "no-store"}
+COUNTED = {401: "token", 416: "range", 429: "limit"}  # refusals in the metrics, by status
 _NOW = struct.pack("ii", 1, 0)  # SO_LINGER: what the kernel has not delivered is thrown away
 
 
@@ -71,19 +74,32 @@ class HttpConnection:
     def __init__(self, sock: socket.socket, stall: float) -> None:
         self._sock, self._stall = sock, stall
         self._ahead = bytearray()  # bytes of the next request
-        self._is_own: bool | None = None
         self.remote = str(sock.getpeername()[0])
         self.since = time.monotonic()  # that it waits, or has taken nothing
         self.admitted = False  # whether it has asked for something that it may have
         self.busy = False
         self.ended = False  # whether an answer of unknown length was sent: no other can follow
 
+    @cached_property
     def is_own(self) -> bool:
-        """Whether the other end belongs to this user. The kernel is asked once: its table is
-        long."""
-        if self._is_own is None:
-            self._is_own = is_own_user(self._sock)
-        return self._is_own
+        """Whether the other end is this user's. The kernel is asked once: its table is long."""
+        return is_own_user(self._sock)
+
+    def admit(self, request: Request, token: str | None, open_to_all: Container[str]) -> None:
+        """`Refusal` unless the client has the token or, without one, is this user here."""
+        if request.path in open_to_all:
+            return
+        headers = request.headers
+        if token is not None:
+            kind, _, given = headers.get("authorization", "").partition(" ")
+            said = given.strip().encode("utf-8", "surrogateescape")
+            if not hmac.compare_digest(said, token.encode()) or kind.lower() != "bearer":
+                raise Refusal(401, "this endpoint needs its token: Authorization: Bearer TOKEN")
+        elif not is_plain_host(headers.get("host", "")):
+            raise Refusal(401, "without a token, ask by an address or localhost, not by a name")
+        elif not self.is_own:
+            raise Refusal(401, "without a token, only the user who serves may read: give a token")
+        self.admitted = True
 
     def start(self, context: ssl.SSLContext | None) -> None:
         self._sock.settimeout(self._stall)
@@ -193,7 +209,7 @@ Handler = Callable[[Request, HttpConnection], Response | None]
 class HttpServer:
     """Serves at most `connections` at a time. Each has `stall` seconds for a request, and for each
     piece that it is sent. `body_limit`: the most bytes of the body that a request with this head
-    may have; it may refuse the request, too."""
+    may have; it may refuse the request, too. `refused`: how many were, by reason."""
 
     def __init__(
         self,
@@ -204,12 +220,11 @@ class HttpServer:
         context: ssl.SSLContext | None,
         body_limit: BodyLimit = lambda request, connection: BODY_BYTES,
     ) -> None:
-        self._body_limit = body_limit
-        self._answer, self._most, self._stall, self._context = answer, connections, stall, context
+        self._answer, self._body_limit = answer, body_limit
+        self._most, self._stall, self._context = connections, stall, context
         self._lock = threading.Lock()
         self._open: set[HttpConnection] = set()
-        self.turned_away = 0
-        self.slow = 0
+        self.refused = {"token": 0, "limit": 0, "slow": 0, "range": 0}
 
     @property
     def count(self) -> int:
@@ -220,7 +235,7 @@ class HttpServer:
         connection = HttpConnection(sock, self._stall)
         with self._lock:
             if len(self._open) >= self._most and not self._make_room():
-                self.turned_away += 1
+                self.refused["limit"] += 1
                 return
             self._open.add(connection)
         try:
@@ -230,7 +245,7 @@ class HttpServer:
                 idle = IDLE_SECONDS
                 connection.busy, connection.since = False, time.monotonic()
         except TimeoutError:
-            self.slow += 1
+            self.refused["slow"] += 1
             connection.cut()
         except (OSError, EOFError):
             raise
@@ -250,11 +265,11 @@ class HttpServer:
             if request is None:
                 return False
             connection.busy, connection.since = True, time.monotonic()
-            answer, keeps = (
-                self._answer(request, connection),
-                request.keeps and not connection.ended,
-            )
+            answer = self._answer(request, connection)
+            keeps = request.keeps and not connection.ended
         except Refusal as refused:
+            if refused.status in COUNTED:
+                self.refused[COUNTED[refused.status]] += 1
             more = {"WWW-Authenticate": "Bearer"} if refused.status == 401 else {}
             answer = Response(refused.status, f"{refused}\n".encode(), headers=more)
             # The connection of a client that was never admitted is closed.

@@ -1,18 +1,14 @@
-"""Listening sockets, whose connections each have a thread, and who is at their other end.
-
-Clients need the token; without a token, they must be this user's, on this machine.
-"""
+"""Listening sockets, whose connections each have a thread, and who is at their other end."""
 
 from __future__ import annotations
 
-import hmac
 import ipaddress
 import os
 import socket
 import struct
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 from urllib.parse import urlsplit
@@ -73,22 +69,6 @@ def listen_by_name(name: str, backlog: int) -> socket.socket:
         listener.close()
         raise
     return listener
-
-
-def refusal(headers: Mapping[str, str], token: str | None, is_own: Callable[[], bool]) -> str:
-    """Why a client may not read here, or nothing. `is_own`: whether the other end of the connection
-    belongs to this user."""
-    if token is not None:
-        kind, _, given = headers.get("authorization", "").partition(" ")
-        known, said = token.encode(), given.strip().encode("utf-8", "surrogateescape")
-        if hmac.compare_digest(said, known) and kind.lower() == "bearer":
-            return ""
-        return "this endpoint needs its token: Authorization: Bearer TOKEN"
-    if not is_plain_host(headers.get("host", "")):
-        return "without a token, ask by an address or localhost, not by a name"
-    if not is_own():
-        return "without a token, only the user who serves may read: give a token"
-    return ""
 
 
 def is_own_user(sock: socket.socket) -> bool:
