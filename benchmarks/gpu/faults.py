@@ -18,6 +18,7 @@ import torchrelay as tr
 from benchmarks.gpu import mixed as m
 from benchmarks.gpu.crew import Me, Wrong
 from benchmarks.gpu.scenes import MODES, NEW, OLD, expect, patched, relay_of, told
+from tests.support.gpu_on_host import landed
 from torchrelay.memory.gpu import kernels
 from torchrelay.transports.routes import outgoing as outgoing_module
 from torchrelay.transports.routes.cuda_ipc import CudaFetch
@@ -143,14 +144,14 @@ def written_wrong(me: Me, route: str, mode: str) -> Any:
             found = original(hashed, device)
             if hashed.copies != (route == "cuda_ipc"):
                 raise Wrong("it was not hashed as it should be")
-            landed = hashed.landed if hashed.copies else hashed
-            base, end, _ = landed.segments[landed.segments[:, 0] > 0][-1].tolist()
+            here = landed(hashed) if hashed.copies else hashed
+            base, end, _ = here.segments[here.segments[:, 0] > 0][-1].tolist()
             flipped[:] = flipped or [base]
             if not left or flipped != [base]:
                 return found
             left.pop()
             kernels.device_bytes((base + end - 1) % (1 << 64), 1, device).bitwise_xor_(4)
-            return original(landed, device)
+            return original(here, device)
 
         with patched(kernels, "digests", flip):
             report, note = _refuses(me, relay, mode, "DigestError")
