@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import ctypes
 import threading
+from bisect import bisect_right
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -99,13 +100,13 @@ class Exports:
         `CudaError` if it cannot be shared. Allocations are asked for their ids each time.
         """
         order = np.argsort(memory.addresses)
-        lows = memory.addresses[order]
-        highs = lows + (memory.stops - memory.starts)[order]
+        lows = memory.addresses[order].tolist()
+        highs = (memory.addresses + (memory.stops - memory.starts))[order].tolist()
         found: list[_Allocation] = []
         end = 0  # all memory below it is in those found
         with self._lock:
-            while (run := int(np.searchsorted(highs, np.uint64(end), side="right"))) < len(highs):
-                one = self._at(max(int(lows[run]), end))
+            while (run := bisect_right(highs, end)) < len(highs):
+                one = self._at(max(lows[run], end))
                 found.append(one)
                 end = one.base + one.nbytes
         return Exported(tuple(one.export for one in found), pack(memory, found))
