@@ -16,8 +16,6 @@ import threading
 import time
 from collections.abc import Sequence
 
-import torch
-
 from torchrelay.memory.crew import share_out
 
 HUGE_PAGE = 2 << 20
@@ -68,26 +66,6 @@ class Mapping:
         except (OSError, ValueError, OverflowError) as fault:
             raise MemoryError(f"no {nbytes} bytes of memory: {fault}") from None
         self.address = -(-address_of(self._map) // HUGE_PAGE) * HUGE_PAGE
-
-    def bytes(self, nbytes: int) -> torch.Tensor:
-        """The first bytes. They keep the memory alive."""
-        skip = self.address - address_of(self._map)
-        return torch.frombuffer(self._map, dtype=torch.uint8, count=nbytes, offset=skip)
-
-
-def host_block(nbytes: int) -> torch.Tensor:
-    """`nbytes` of host memory, in huge pages where the kernel gives them, freed with the tensor;
-    `MemoryError` if there is none. An allocator may or may not ask for huge pages."""
-    if nbytes < HUGE_PAGE:
-        return torch.empty(nbytes, dtype=torch.uint8, device="cpu")
-    mapping = Mapping(nbytes)
-    _advise(mapping.address, nbytes, _HUGE)  # a kernel without them says no, and nothing is lost
-    return mapping.bytes(nbytes)
-
-
-def at_address(address: int, nbytes: int) -> torch.Tensor:
-    """Memory of this process as bytes. It does not stay alive by this."""
-    return torch.frombuffer((ctypes.c_ubyte * nbytes).from_address(address), dtype=torch.uint8)
 
 
 def address_of(buffer: mmap.mmap | memoryview) -> int:

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping
 
 import numpy as np
 
-from torchrelay.memory.pages import host_block
+from torchrelay.memory.host import host_block
 from torchrelay.parts.runs import Bytes, PartBox, PartRuns, runs_of
 from torchrelay.record.schema import VolumeRecord
 from torchrelay.stores.seam import DataReader, WantedBox

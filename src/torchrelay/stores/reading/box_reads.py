@@ -17,7 +17,7 @@ import torch
 
 from torchrelay.errors import MismatchError
 from torchrelay.geometry.strides import contiguous_strides, packed
-from torchrelay.memory.pages import host_block
+from torchrelay.memory.host import host_block
 from torchrelay.plan.reads import BoxRead
 from torchrelay.plan.region import Region
 from torchrelay.state import tensors as t

@@ -26,7 +26,7 @@ import torch
 from torchrelay.geometry.runs import Moves, Runs
 from torchrelay.memory import threads, vectors
 from torchrelay.memory.gpu.side import on_side_stream
-from torchrelay.memory.pages import host_block
+from torchrelay.memory.host import host_block
 from torchrelay.transports.routes import route as r
 from torchrelay.transports.routes.outgoing import Outgoing
 from torchrelay.transports.routes.reading import ReadDone, ReadingFetch

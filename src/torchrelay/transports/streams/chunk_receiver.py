@@ -19,7 +19,7 @@ from torchrelay.memory import threads
 from torchrelay.memory.gpu.device_chunks import DeviceChunks
 from torchrelay.memory.gpu.kernels import digest_of
 from torchrelay.memory.gpu.side import on_side_stream
-from torchrelay.memory.pages import at_address
+from torchrelay.memory.host import at_address
 from torchrelay.transports.streams.sockets import END, DataSocket
 
 
