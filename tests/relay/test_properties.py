@@ -7,6 +7,9 @@ compares what arrives with its own. Every way is tried; what comes before and af
 from __future__ import annotations
 
 import warnings
+from contextlib import suppress
+from importlib import import_module
+from pkgutil import walk_packages
 from typing import Any
 
 import numpy as np
@@ -23,6 +26,11 @@ EXAMPLES["nixl"] = rounds(40)
 
 
 def same_on_both(examples: int) -> settings:
+    """Hypothesis draws constants of the modules that are loaded, too. Which those are depends on
+    what a rank did before, so both load all of the library first."""
+    for module in walk_packages(tr.__path__, "torchrelay."):
+        with suppress(ImportError):  # of a framework that is not installed
+            import_module(module.name)
     return settings(
         max_examples=examples,
         derandomize=True,
