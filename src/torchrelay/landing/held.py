@@ -28,6 +28,7 @@ class HeldImages:
         self._chunks = chunks
         self.memory: list[torch.Tensor] = []
         self.far: list[bool] = []
+        self._bases: Column = np.zeros(0, np.uint64)
         self.numbers: Numbers = np.full(len(chunks.image_bytes), _NOWHERE, np.int64)
         self.offsets: Column = np.zeros(len(chunks.image_bytes), np.uint64)
 
@@ -56,8 +57,9 @@ class HeldImages:
 
     def addresses(self, images: Numbers) -> Column:
         """Where images lie that are held."""
-        bases = np.array([*map(torch.Tensor.data_ptr, self.memory)], np.uint64)
-        found: Column = bases[self.numbers[images]] + self.offsets[images]
+        if len(self._bases) < len(self.memory):
+            self._bases = np.array([*map(torch.Tensor.data_ptr, self.memory)], np.uint64)
+        found: Column = self._bases[self.numbers[images]] + self.offsets[images]
         return found
 
     def _images(self, *, far: bool) -> Numbers:

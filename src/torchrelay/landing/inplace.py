@@ -8,7 +8,7 @@ their elements from images that are held.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import suppress
 from functools import partial
 from typing import Any
@@ -86,7 +86,8 @@ class ExistingTensors(StateLanding):
                 if index not in self._mine and index not in self._new.paths:
                     self._new.add(index, paths[index])
         # Registered types are made before anything is written: of bytes that are held back.
-        inside = inside_records(rows.tree)
+        one_tree = matched.tree is not None
+        inside = into.inside_records if one_tree else inside_records(rows.tree)
         self._inside = matched.some(inside) if inside else []
         if inside:
             wanted = {index for index, _, _ in self._inside} | self._new.paths.keys()
@@ -251,6 +252,9 @@ class ExistingTensors(StateLanding):
         self._handover.make(values, {**self._pairing.filled, **self._made}, inside)
         if inside and self._mine is not None:
             self._around(inside)
+        if self.torn:  # bytes have come to these tensors
+            for note in self._notes():
+                note()
 
     def _held_part(self, part: m.TensorLeaf) -> torch.Tensor:
         return without_bytes(part) if part.storage < 0 else self.held.part(part)
@@ -274,8 +278,7 @@ class ExistingTensors(StateLanding):
         """Write what was held back, and put the rest in its place."""
         self.torn = self.torn or bool(self._written or self._copies)
         rows = self._held_rows
-        notes = [partial(t.note_written, some) for some in t.blocks(self._written)]
-        self._workspace.copy(self._moves(rows.some(rows.on_host)), also=notes)
+        self._workspace.copy(self._moves(rows.some(rows.on_host)), also=self._notes())
         self._write_far(rows.some(~rows.on_host))
         for destination, source in self._copies:
             copy_late(destination, source)
@@ -284,6 +287,11 @@ class ExistingTensors(StateLanding):
             state = self._around()
         self.torn = False
         return Landed(state, self._pairing.missing, self._pairing.extra)
+
+    def _notes(self) -> list[Callable[[], None]]:
+        """Calls that bump autograd's version counters, one for each block."""
+        written, self._written = self._written, []
+        return [partial(t.note_written, some) for some in t.blocks(written)]
 
     def _around(self, inside: Mapping[int, object] | None = None) -> object:
         """With `make_missing`: a new tree of the offered containers, around the caller's tensors

@@ -223,6 +223,9 @@ class Receiving:
         with self._watch("data"):
             bring()
             talk.send(m.Fetched())
+        with self._watch("commit"):
+            landing.make()  # while the sender looks whether its state is unchanged
+        with self._watch("data"):
             talk.expect(m.Confirmed)
         with self._watch("commit"):
             landed = uninterrupted(partial(self._commit, landing, source))
@@ -236,7 +239,7 @@ class Receiving:
         return land(source.record, into, self._options.landing, self._member.workspace)
 
     def _commit(self, landing: StateLanding, source: SourceRank) -> Landed:
-        landed = landing.commit()
+        landed = landing.end()
         settle()
         self._member.node.committed[self._sender] = source.offer.transfer
         return landed
