@@ -23,6 +23,7 @@ LAYERS: list[set[str]] = [
         "machine",
         "metrics",
         "owner",
+        "pause",
         "progress",
         "steps",
         "results",

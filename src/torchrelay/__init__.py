@@ -10,7 +10,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 from torchrelay import errors as errors
-from torchrelay.record.pause import gc_paused
+from torchrelay.pause import gc_paused
 from torchrelay.version import __version__ as __version__
 
 if TYPE_CHECKING:

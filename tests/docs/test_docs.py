@@ -42,14 +42,15 @@ from torchrelay.dropin.convert import convert
 from torchrelay.endpoint.front import Endpoint
 from torchrelay.geometry import boxes
 from torchrelay.geometry.chunks import MAX_CHUNK_BYTES
+from torchrelay.memory.digest import digest
+from torchrelay.plan.gather import asked
 from torchrelay.plan.snapshot import capture
 from torchrelay.progress import Progress
-from torchrelay.record import dtypes, encoding, keys, manifest, meshes, reads
+from torchrelay.record import dtypes, encoding, keys, manifest, meshes
 from torchrelay.record import schema as record_schema
 from torchrelay.record.checks import images as image_checks
 from torchrelay.record.checks import record as record_checks
 from torchrelay.record.checks import tree as tree_checks
-from torchrelay.record.digest import digest
 from torchrelay.results import Attempt, Outcome, Traffic
 from torchrelay.stores import dcp, safetensors, seam
 from torchrelay.stores.objects.step import with_folder
@@ -449,7 +450,7 @@ def check_record(record: type[msgspec.Struct], page: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "record", records(manifest, record_schema, reads), ids=lambda record: record.__name__
+    "record", records(manifest, record_schema, asked), ids=lambda record: record.__name__
 )
 def test_record_is_as_described(record: type[msgspec.Struct]) -> None:
     check_record(record, WIRE)

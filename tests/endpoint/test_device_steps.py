@@ -21,8 +21,8 @@ from torchrelay.endpoint.publish.device_slots import check_choice
 from torchrelay.endpoint.server.device_steps import MOST_SLOTS, DeviceSteps
 from torchrelay.endpoint.server.messages import FinishPublish, Show, StepRecord, Volume
 from torchrelay.errors import PeerLostError, UsageError
+from torchrelay.memory.digest import digest
 from torchrelay.plan.region import Stream
-from torchrelay.record.digest import digest
 from torchrelay.sources import device_source
 from torchrelay.sources.connection import Host
 from torchrelay.sources.device_source import DeviceSource

@@ -17,8 +17,8 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 import torchrelay as tr
+from torchrelay.memory.digest import digest
 from torchrelay.plan.region import Stream
-from torchrelay.record.digest import digest
 from torchrelay.stores.dcp import Writer
 from torchrelay.stores.local.files import Files
 from torchrelay.stores.shares import share as shares

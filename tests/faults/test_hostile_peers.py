@@ -17,7 +17,7 @@ from tests.support.messages import altering
 from tests.support.strangers import resident
 from tests.support.ways import by, patched
 from torchrelay.geometry.runs import Runs
-from torchrelay.record.digest import digest
+from torchrelay.memory.digest import digest
 from torchrelay.transports.routes.memory import MemoryService, MemoryTable
 from torchrelay.transports.routes.outgoing import Outgoing
 from torchrelay.transports.wire.messages import Accept, Confirmed, Need, Offer, RouteNote

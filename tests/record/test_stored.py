@@ -19,7 +19,6 @@ from torchrelay.plan.stored import Names, Shard, StoredTensors
 from torchrelay.record import manifest as m
 from torchrelay.record.checks.record import check
 from torchrelay.record.encoding import decode, encode
-from torchrelay.record.joined import with_boxes
 from torchrelay.record.schema import (
     VERSION,
     ImageKind,
@@ -29,6 +28,7 @@ from torchrelay.record.schema import (
     VolumeRecord,
 )
 from torchrelay.stores.shares.commit_record import commit_record, decode_shares, sealed
+from torchrelay.stores.shares.joined import with_boxes
 
 SEED = 5
 VOLUMES = 4

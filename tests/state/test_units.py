@@ -45,9 +45,9 @@ from torchrelay.geometry.strides import (
 )
 from torchrelay.landing.options import LandingOptions
 from torchrelay.landing.seam import land
+from torchrelay.memory.digest import digest
 from torchrelay.plan.snapshot import capture
 from torchrelay.record import manifest as m
-from torchrelay.record.digest import digest
 from torchrelay.record.dtypes import dtype_from_text, dtype_to_text
 from torchrelay.record.encoding import decode, encode
 from torchrelay.record.values import decode_key, decode_value, encode_key, encode_value

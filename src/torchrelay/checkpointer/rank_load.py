@@ -23,13 +23,13 @@ from torchrelay.landing.options import LandingOptions
 from torchrelay.landing.places import Landed
 from torchrelay.landing.seam import land_share
 from torchrelay.landing.workspace import Workspace
+from torchrelay.pause import gc_paused
 from torchrelay.plan.reads import BoxRead, Portion, plan_reads
 from torchrelay.plan.region import Region
 from torchrelay.plan.share.leaves import WHOLE
 from torchrelay.plan.share.rank_share import RankShare
 from torchrelay.plan.stored import Shard, StoredTensors
 from torchrelay.record.dtypes import itemsize
-from torchrelay.record.pause import gc_paused
 from torchrelay.record.rows import rows_for
 from torchrelay.record.schema import Record
 from torchrelay.state import tensors as t

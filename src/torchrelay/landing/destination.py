@@ -15,11 +15,11 @@ import numpy as np
 from torchrelay.geometry.boxes import Numbers
 from torchrelay.geometry.chunks import Chunks
 from torchrelay.geometry.runs import Column, Runs
+from torchrelay.pause import gc_paused
 from torchrelay.plan.description import PlainLayout
 from torchrelay.plan.images import reaching
 from torchrelay.plan.plain import PlainTensors
 from torchrelay.record import manifest as m
-from torchrelay.record.pause import gc_paused
 from torchrelay.record.rows import LeafRows, Marks
 from torchrelay.record.schema import MeshSharding
 from torchrelay.state.matching import Matched

@@ -38,10 +38,10 @@ from torchrelay.landing.options import LandingOptions
 from torchrelay.landing.pairing import Pairing
 from torchrelay.landing.places import Landed, chunks_of
 from torchrelay.landing.workspace import Workspace
+from torchrelay.pause import gc_paused
 from torchrelay.plan.region import Stream
 from torchrelay.record import manifest as m
 from torchrelay.record.manifest import parts
-from torchrelay.record.pause import gc_paused
 from torchrelay.record.rows import LeafRows, Marks
 from torchrelay.record.schema import Record
 from torchrelay.state import tensors as t

@@ -16,9 +16,9 @@ from torchrelay.landing.options import LandingOptions
 from torchrelay.landing.pairing import Pairing
 from torchrelay.landing.places import Landing
 from torchrelay.landing.workspace import Workspace
+from torchrelay.pause import gc_paused
 from torchrelay.plan.share.rank_share import RankShare
 from torchrelay.record.manifest import tensor_of
-from torchrelay.record.pause import gc_paused
 from torchrelay.record.rows import LeafRows
 from torchrelay.record.schema import Record
 from torchrelay.state.objects import OfferedTensor

@@ -16,6 +16,7 @@ import torch
 
 from torchrelay.errors import UnsupportedLeafError
 from torchrelay.geometry.boxes import Numbers
+from torchrelay.pause import gc_paused
 from torchrelay.plan.casting import StandIns
 from torchrelay.plan.description import TakenApart
 from torchrelay.plan.images import View, stored_dtype
@@ -25,7 +26,6 @@ from torchrelay.plan.sharded import ShardedLeaves, kind_of_dtensor, kind_of_shar
 from torchrelay.plan.state_plan import OddRows, kinds_of_plain
 from torchrelay.record import manifest as m
 from torchrelay.record.kinds import KindTable
-from torchrelay.record.pause import gc_paused
 from torchrelay.record.rows import distributed_leaf
 from torchrelay.record.schema import ImageKind, Record
 from torchrelay.state import tensors as t

@@ -17,13 +17,13 @@ from torchrelay.errors import StateError
 from torchrelay.geometry.boxes import Numbers, run_of
 from torchrelay.geometry.chunks import MIB, Chunks
 from torchrelay.geometry.runs import Column, Copy, Runs
+from torchrelay.pause import gc_paused
 from torchrelay.plan.description import TakenApart
+from torchrelay.plan.gather.asked import Reads
 from torchrelay.plan.region import Region, Stream
 from torchrelay.plan.sharded import find_sharded
 from torchrelay.plan.state_plan import StatePlan
 from torchrelay.record.encoding import encode
-from torchrelay.record.pause import gc_paused
-from torchrelay.record.reads import Reads
 from torchrelay.record.rows import Marks
 from torchrelay.state.local_parts import cut
 from torchrelay.state.objects import flatten_objects

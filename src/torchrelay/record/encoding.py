@@ -21,10 +21,10 @@ import numpy as np
 import xxhash
 
 from torchrelay.errors import FormatError, ManifestError
+from torchrelay.pause import gc_paused
 from torchrelay.record.checks.images import Mode
 from torchrelay.record.checks.record import check
 from torchrelay.record.manifest import MAX_ENCODED_BYTES, MAX_RECORD_BYTES, Size
-from torchrelay.record.pause import gc_paused
 from torchrelay.record.schema import VERSION, Record, pack_column, unpack_column
 
 READABLE = 1 << 15  # numbers of a column that is a list at rest

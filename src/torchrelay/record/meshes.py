@@ -8,11 +8,8 @@ from math import prod
 from operator import eq
 
 import msgspec
-import numpy as np
 
 from torchrelay.errors import ManifestError
-from torchrelay.geometry.boxes import Box as Bounds
-from torchrelay.geometry.boxes import Numbers
 from torchrelay.geometry.strides import contiguous_strides
 from torchrelay.record import manifest as m
 
@@ -61,41 +58,6 @@ def coordinate_of(mesh: m.Mesh, rank: int) -> tuple[int, ...] | None:
             found[dim], left = divmod(left, stride)
     inside = all(0 <= at < size for at, size in zip(found, mesh.shape, strict=True))
     return tuple(found) if inside and not left else None
-
-
-def local_box(
-    shape: tuple[int, ...],
-    mesh_shape: tuple[int, ...],
-    coordinate: tuple[int, ...],
-    placements: tuple[m.Placement, ...],
-) -> Bounds | None:
-    """The box of a tensor that a place in a mesh has; None where its elements are not a box."""
-    found = [np.arange(0)] * len(shape)
-    cut = [False] * len(shape)
-    for size, at, placement in zip(mesh_shape, coordinate, placements, strict=True):
-        if placement.kind not in ("shard", "strided"):
-            continue
-        dim = placement.dim
-        rows = found[dim] if cut[dim] else np.arange(shape[dim])
-        splits = placement.split if placement.kind == "strided" else 1
-        parts = [
-            _chunk(part, size, at) for part in (_chunk(rows, splits, n) for n in range(splits))
-        ]
-        found[dim], cut[dim] = np.concatenate(parts), True
-    offsets, sizes = [0] * len(shape), list(shape)
-    for dim in range(len(shape)):
-        if cut[dim]:
-            rows = found[dim]
-            if (np.diff(rows) != 1).any():
-                return None
-            offsets[dim], sizes[dim] = int(rows[0]) if len(rows) else shape[dim], len(rows)
-    return tuple(offsets), tuple(sizes)
-
-
-def _chunk(rows: Numbers, count: int, number: int) -> Numbers:
-    """One of the chunks that `torch.chunk` cuts rows into."""
-    size = -(-len(rows) // count)
-    return rows[number * size : (number + 1) * size]
 
 
 def _apart(mesh: m.Mesh) -> bool:

@@ -29,7 +29,7 @@ from torchrelay.landing.places import Landed
 from torchrelay.memory.crew import share_out
 from torchrelay.memory.gpu.side import settle
 from torchrelay.memory.uninterrupted import uninterrupted
-from torchrelay.record.reads import encode_reads
+from torchrelay.plan.gather.asked import encode_reads
 from torchrelay.results import Loaded, Outcome
 from torchrelay.transports.protocol.options import ReceiveOptions, TransferCall
 from torchrelay.transports.protocol.receiver import SourceRank, last_message, report_of

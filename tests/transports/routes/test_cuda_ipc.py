@@ -21,10 +21,10 @@ import torch
 from tests.support.gpu_on_host import hash_on_host, landed
 from torchrelay.geometry.chunks import Chunks
 from torchrelay.geometry.runs import Moves, Runs, copy_one_by_one
+from torchrelay.memory.digest import CELL_BYTES, digest
 from torchrelay.memory.gpu import device_chunks, kernels
 from torchrelay.memory.gpu.device_chunks import DeviceChunks
 from torchrelay.memory.host import at_address
-from torchrelay.record.digest import CELL_BYTES, digest
 from torchrelay.transports.resources import Resources
 from torchrelay.transports.routes import cuda_ipc
 from torchrelay.transports.routes.cuda_ipc import CudaFetch, CudaService

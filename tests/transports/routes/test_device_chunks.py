@@ -20,9 +20,9 @@ from tests.support.gpu_on_host import hash_on_host
 from tests.support.ways import WAYS, by, patched
 from torchrelay.geometry.chunks import Chunks
 from torchrelay.geometry.runs import Runs
+from torchrelay.memory.digest import CELL_BYTES, digest
 from torchrelay.memory.gpu import device_chunks, kernels
 from torchrelay.memory.gpu.device_chunks import DeviceChunks
-from torchrelay.record.digest import CELL_BYTES, digest
 from torchrelay.transports.routes import outgoing as outgoing_module
 from torchrelay.transports.routes import reading
 from torchrelay.transports.routes.outgoing import Outgoing

@@ -16,9 +16,9 @@ import torch
 import torchrelay as tr
 from tests.support.loop import Hub, LoopGroup, run_loop
 from tests.support.ways import patched
+from torchrelay.memory.digest import CELL_BYTES, digest
 from torchrelay.memory.gpu.kernels import digest_of
 from torchrelay.progress import Progress
-from torchrelay.record.digest import CELL_BYTES, digest
 from torchrelay.transports.routes import group as route
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")

@@ -22,8 +22,8 @@ import torch
 
 from torchrelay.geometry import DIGEST_BYTES
 from torchrelay.geometry.runs import Column, Moves, Runs, holding
+from torchrelay.memory.digest import CELL_BYTES, digest, joined, running_digest
 from torchrelay.memory.gpu.side import side_stream
-from torchrelay.record.digest import CELL_BYTES, digest, joined, running_digest
 
 TILE = 2 << 20  # bytes that one block copies at a time
 COPY_THREADS = 512
@@ -238,7 +238,7 @@ def digests(hashed: ChunkTable, device: int) -> torch.Tensor:
 
 
 def digest_of(data: torch.Tensor, *, cells: bool) -> bytes:
-    """`record.digest.digest` of bytes, made where they lie if that is a GPU and they have cells."""
+    """`memory.digest.digest` of bytes, made where they lie if that is a GPU and they have cells."""
     if not cells or not data.is_cuda or not data.numel():
         return digest(data, cells=cells)
     memory = Runs([0], [data.data_ptr()], [data.numel()])
@@ -252,7 +252,7 @@ def digests_of(
     device: int,
     to: Runs | None = None,
 ) -> list[bytes]:
-    """`record.digest.digest`, with cells, of chunks in the order of the stream, none of them empty:
+    """`memory.digest.digest`, with cells, of chunks in the order of the stream, none of them empty:
     made by the device that has their bytes. Bytes outside of the memory are zeros. With `to`, which
     takes the kernels, the same bytes are first copied there, and hashed in their new location."""
     if not len(starts):

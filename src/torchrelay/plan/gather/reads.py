@@ -15,11 +15,11 @@ import numpy as np
 
 from torchrelay.errors import MismatchError
 from torchrelay.geometry.boxes import Box, Comparisons, Numbers, run_of, shared, within
+from torchrelay.plan.gather.asked import Reads
 from torchrelay.plan.gather.union import Union
 from torchrelay.plan.share.leaves import WHOLE
 from torchrelay.plan.share.rank_share import RankShare
 from torchrelay.record.dtypes import itemsize
-from torchrelay.record.reads import Reads
 from torchrelay.record.rows import Marks
 from torchrelay.record.schema import Record, column_of
 

@@ -12,13 +12,13 @@ import torch
 
 from torchrelay.errors import CheckpointError, ManifestError
 from torchrelay.geometry.boxes import Comparisons
+from torchrelay.pause import gc_paused
 from torchrelay.plan.stored import Names
 from torchrelay.record.checks.images import check_kind
 from torchrelay.record.encoding import decode, decode_at_rest, encode_at_rest
-from torchrelay.record.joined import with_boxes
-from torchrelay.record.pause import gc_paused
 from torchrelay.record.schema import Origin, Record
 from torchrelay.stores.seam import Draft
+from torchrelay.stores.shares.joined import with_boxes
 from torchrelay.version import __version__
 
 

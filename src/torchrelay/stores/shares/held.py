@@ -17,8 +17,8 @@ import xxhash
 
 from torchrelay.errors import CheckpointError
 from torchrelay.geometry.chunks import ALIGN
+from torchrelay.memory.digest import digest
 from torchrelay.plan.region import Region
-from torchrelay.record.digest import digest
 from torchrelay.state import tensors as t
 from torchrelay.state.local_parts import local_parts
 from torchrelay.state.meshes import mesh_record

@@ -21,12 +21,12 @@ from torchrelay.coordination.call import Call
 from torchrelay.coordination.messages import decoded
 from torchrelay.deadlines import Deadline
 from torchrelay.errors import ManifestError, UnsupportedLeafError
+from torchrelay.pause import gc_paused
 from torchrelay.plan.at_rest import Described, describe
 from torchrelay.plan.casting import StandIns
 from torchrelay.plan.stored import Names
 from torchrelay.record.encoding import decode, encode
 from torchrelay.record.manifest import ValueLeaf
-from torchrelay.record.pause import gc_paused
 from torchrelay.record.rows import LeafRows
 from torchrelay.record.schema import Record
 from torchrelay.state import tensors as t

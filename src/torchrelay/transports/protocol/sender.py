@@ -13,8 +13,8 @@ from functools import partial
 
 from torchrelay.errors import RelayError, RemoteProtocolError
 from torchrelay.memory.pool import cores
+from torchrelay.plan.gather.asked import decode_reads
 from torchrelay.plan.snapshot import Snapshot, SnapshotPart
-from torchrelay.record.reads import decode_reads
 from torchrelay.results import Outcome, Report, Traffic
 from torchrelay.transports.meeting.connection import Connection, ConnectionLost, Inbox, MessageHeard
 from torchrelay.transports.meeting.matching import OpenSend, ReceiverJoined, WrongStep

@@ -17,9 +17,9 @@ from msgspec import Meta
 
 from torchrelay.errors import PeerLostError
 from torchrelay.geometry.runs import Moves, Runs, moves
+from torchrelay.memory.digest import RollingDigest
 from torchrelay.memory.gpu.side import in_use
 from torchrelay.memory.vectors import Batch, OtherMemoryError, batches, copy, read
-from torchrelay.record.digest import RollingDigest
 from torchrelay.transports.routes import route as r
 from torchrelay.transports.routes.cuda.handles import MAX_EXPORTS, Export
 from torchrelay.transports.routes.host import place

@@ -15,7 +15,7 @@ import time
 from contextlib import suppress
 
 from torchrelay.geometry import DIGEST_BYTES
-from torchrelay.record.digest import running_digest
+from torchrelay.memory.digest import running_digest
 
 PIECE = 512 << 10  # bytes
 SLOW_SECONDS = 0.003  # to get the interpreter's lock back: an idle one takes microseconds

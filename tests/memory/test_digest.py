@@ -8,7 +8,7 @@ import pytest
 import torch
 import xxhash
 
-from torchrelay.record.digest import CELL_BYTES, RollingDigest, digest
+from torchrelay.memory.digest import CELL_BYTES, RollingDigest, digest
 
 LENGTHS = [0, 1, CELL_BYTES - 1, CELL_BYTES, CELL_BYTES + 1, 3 * CELL_BYTES, 3 * CELL_BYTES + 5]
 
