@@ -49,7 +49,7 @@ from torchrelay.progress import Progress
 from torchrelay.record import dtypes, encoding, keys, manifest, meshes
 from torchrelay.record import schema as record_schema
 from torchrelay.record.checks import images as image_checks
-from torchrelay.record.checks import record as record_checks
+from torchrelay.record.checks import rows as row_checks
 from torchrelay.record.checks import tree as tree_checks
 from torchrelay.results import Attempt, Outcome, Traffic
 from torchrelay.stores import dcp, safetensors, seam
@@ -534,7 +534,7 @@ def test_limits_are_as_described() -> None:
     assert (different, meshes.MAX_MESH_WORK) == ("2^12", 1 << 12)
     assert (caps["ranks of all different meshes"], meshes.MAX_MESH_RANKS) == ("2^22", 1 << 22)
     more = caps["dimensions of all tensors, beyond 8 of each"]
-    assert (more, record_checks.MAX_MORE_DIMS) == ("2^19", 1 << 19)
+    assert (more, row_checks.MAX_MORE_DIMS) == ("2^19", 1 << 19)
     numbers = caps["keys that are whole numbers in 64 bits, but for 0, 1, 2, ... in order"]
     assert (numbers, keys.MAX_NUMBER_KEYS) == ("2^15 in all dicts", 1 << 15)
     others = caps["keys that are neither text nor such numbers; items in all of them"]

@@ -90,13 +90,15 @@ def check_mesh(mesh: m.Mesh) -> None:
 
 
 def check_meshes(leaves: Iterable[m.Leaf], more: Iterable[m.Mesh] = ()) -> None:
-    """Raise `ManifestError` if the leaves, and `more`, lie on too many different meshes."""
+    """Raise `ManifestError` unless the meshes of leaves, and `more`, are meshes, and not too
+    many."""
     known: set[bytes] = set()  # spelled as bytes: a peer's numbers may all have one hash
     work = ranks = 0
     for mesh in chain(more, _meshes(leaves)):
         spelled = _encode(mesh)
         if spelled not in known:
             known.add(spelled)
+            check_mesh(mesh)
             work += 1 + len(mesh.shape)
             ranks += prod(mesh.shape)
             if work > MAX_MESH_WORK:
@@ -110,4 +112,4 @@ def _meshes(leaves: Iterable[m.Leaf]) -> Iterator[m.Mesh]:
         if isinstance(leaf, m.DTensorLeaf):
             yield leaf.mesh
         elif isinstance(leaf, m.SubclassLeaf):
-            yield from _meshes(leaf.parts)
+            yield from _meshes((*leaf.parts, *leaf.context_leaves))

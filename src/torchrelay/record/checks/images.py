@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from math import prod
+from operator import lt
 from typing import Literal
 
 import numpy as np
@@ -35,10 +36,15 @@ def check_column(column: Column, count: int, stop: int, what: str) -> None:
         raise ManifestError(f"{what}: {int(column.max())} of {stop}")
 
 
-def check_images(record: Record, mode: Mode) -> None:
+def check_ascending(numbers: Sequence[int], stop: int, what: str) -> None:
+    if numbers and not (numbers[-1] < stop and all(map(lt, numbers, numbers[1:]))):
+        raise ManifestError(f"{what}: out of order, or not from 0 to {stop - 1}")
+
+
+def check_images(record: Record, mode: Mode) -> Numbers:
     """Raise `ManifestError` unless images, boxes and volumes agree. `images` is a number that may
-    be allocated for."""
-    sizes = kind_bytes(record.image_kinds)
+    be allocated for. The bytes of an image of each kind, all of it."""
+    sizes = _kind_bytes(record.image_kinds)
     if mode != "stream" and not sizes.all():
         raise ManifestError("an image at rest without elements")
     comparisons = Comparisons() if mode == "whole" else None
@@ -57,9 +63,10 @@ def check_images(record: Record, mode: Mode) -> None:
     else:
         check_files(record.volumes, hashed=mode == "whole")
         _check_places(record)
+    return sizes
 
 
-def kind_bytes(kinds: Sequence[ImageKind]) -> Numbers:
+def _kind_bytes(kinds: Sequence[ImageKind]) -> Numbers:
     """The bytes of an image of each kind, all of it; `ManifestError` for one of too many."""
     # Without zeros: strides of an image that has no elements are in range too.
     most = [prod(filter(None, kind.shape)) * itemsize(kind.dtype) for kind in kinds]

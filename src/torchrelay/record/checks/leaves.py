@@ -3,70 +3,47 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import lru_cache
 from math import prod
 from typing import Any
 
 from torchrelay.errors import ManifestError
-from torchrelay.geometry.strides import FEW, contiguous_strides, extent
 from torchrelay.record import manifest as m
 from torchrelay.record.checks.tree import TreeLimits, check_tree
 from torchrelay.record.dtypes import dtype_from_text, itemsize
-from torchrelay.record.meshes import check_mesh
 from torchrelay.record.values import decode_value
 
 MAX_NESTED = 16  # tensor subclasses in tensor subclasses
 SPARSE_PARTS = {"coo": 2, "csr": 3, "csc": 3, "bsr": 3, "bsc": 3}
 QUANTIZED = ("qint8", "quint8", "qint32")
 SUB_BYTE = {"quint4x2": 2, "quint2x4": 4}
-_REAL = ("float", "bfloat", "complex")  # how the names of dtypes start that have gradients
-_NEGATED = ("int8", "int16", "int32", "int64", "uint8")  # besides those
 
 
-def check_leaf(leaf: m.Leaf, limits: TreeLimits | None = None, depth: int = 0) -> None:
-    """Raise `ManifestError` for a leaf that cannot be. Whether its strided tensors are in their
-    images is the caller's to check."""
-    _CHECKS[type(leaf)](leaf)
+def check_leaf(leaf: m.Leaf, limits: TreeLimits, depth: int = 0) -> None:
+    """Raise `ManifestError` for a leaf that cannot be. Its strided tensors, and its mesh, are the
+    caller's to check."""
+    if isinstance(leaf, (m.DTensorLeaf, m.SubclassLeaf)):
+        check_shape(leaf.shape, leaf.strides)
+    elif not isinstance(leaf, (m.ValueLeaf, m.SizeLeaf)):
+        check_shape(leaf.shape)
+    check = _CHECKS.get(type(leaf))
+    if check is not None:
+        check(leaf)
     if isinstance(leaf, m.SubclassLeaf):
         if depth > MAX_NESTED:
             raise ManifestError(f"tensor subclasses nested deeper than {MAX_NESTED}")
         check_tree(leaf.context, len(leaf.context_leaves), limits)
         for inner in (*leaf.parts, *leaf.context_leaves):
             check_leaf(inner, limits, depth + 1)
-    elif not isinstance(leaf, m.TensorLeaf):
-        for part in m.parts(leaf):
-            _check_tensor(part)
 
 
-def check_shape(shape: tuple[int, ...]) -> int:
+def check_shape(shape: tuple[int, ...], strides: tuple[int, ...] | None = None) -> int:
     """The number of elements."""
     numel = prod(shape)
     if numel >= m.MAX_SIZE:
         raise ManifestError(f"{numel} elements")
-    return numel
-
-
-@lru_cache(FEW)
-def geometry(
-    dtype: str, shape: tuple[int, ...], strides: tuple[int, ...] | None
-) -> tuple[int, int, int]:
-    """Elements, item size and bytes reached of a strided tensor."""
-    numel = check_shape(shape)
-    if strides is None:
-        strides = contiguous_strides(shape)
-    if len(strides) != len(shape):
+    if strides is not None and len(strides) != len(shape):
         raise ManifestError(f"{len(strides)} strides for {len(shape)} dimensions")
-    size = itemsize(dtype)
-    return numel, size, extent(shape, strides) * size
-
-
-def check_flags(dtype: str, flags: int) -> None:
-    """Refuses flags that no torch tensor can have: torch would fail in the middle of a landing."""
-    real = dtype.startswith(_REAL)
-    if flags & m.REQUIRES_GRAD and not real:
-        raise ManifestError(f"a gradient of dtype {dtype[:40]!r}")
-    if flags & m.NEG and not (real or dtype in _NEGATED):
-        raise ManifestError(f"a negation of dtype {dtype[:40]!r}")
+    return numel
 
 
 def packed_bytes(dtype: str, shape: tuple[int, ...]) -> int:
@@ -76,24 +53,13 @@ def packed_bytes(dtype: str, shape: tuple[int, ...]) -> int:
     return prod(shape[:-1]) * -(-row // SUB_BYTE[dtype])
 
 
-def _check_tensor(leaf: m.TensorLeaf) -> None:
-    numel, _, _ = geometry(leaf.dtype, leaf.shape, leaf.strides)
-    check_flags(leaf.dtype, leaf.flags)
-    if leaf.storage == -1:
-        if leaf.offset or (numel and not leaf.flags & m.META):
-            raise ManifestError("a tensor without its image")
-    elif numel == 0 or leaf.flags & m.META:
-        raise ManifestError("an empty or meta tensor has no image")
-
-
 def _check_value(leaf: m.ValueLeaf) -> None:
     if not isinstance(decode_value(leaf.value), str) and leaf.kind != "plain":
         raise ManifestError(f"a {leaf.kind} is named by a string")
 
 
 def _check_array(leaf: m.ArrayLeaf) -> None:
-    numel = check_shape(leaf.shape)
-    dtype = dtype_from_text(leaf.descr)
+    numel, dtype = prod(leaf.shape), dtype_from_text(leaf.descr)
     if leaf.scalar and leaf.shape:
         raise ManifestError("a numpy scalar has no dimensions")
     if leaf.nbytes != numel * dtype.itemsize:
@@ -125,16 +91,11 @@ def _check_quantized(leaf: m.QuantizedLeaf) -> None:
 
 
 def _check_sparse(leaf: m.SparseLeaf) -> None:
-    check_shape(leaf.shape)
     if SPARSE_PARTS.get(leaf.layout) != len(leaf.parts):
         raise ManifestError(f"{len(leaf.parts)} parts for layout {leaf.layout[:40]!r}")
 
 
 def _check_dtensor(leaf: m.DTensorLeaf) -> None:
-    check_shape(leaf.shape)
-    if len(leaf.strides) != len(leaf.shape):
-        raise ManifestError("strides do not fit the shape of a DTensor")
-    check_mesh(leaf.mesh)
     check_placements(leaf.placements, leaf.coordinate, leaf.mesh, len(leaf.shape))
 
 
@@ -159,7 +120,6 @@ def check_placements(
 
 
 def _check_sharded(leaf: m.ShardedLeaf) -> None:
-    check_shape(leaf.shape)
     itemsize(leaf.dtype)
     if len(leaf.shards) != len(leaf.boxes) or not leaf.all_boxes:
         raise ManifestError("shards and boxes do not fit")
@@ -180,16 +140,13 @@ def check_boxes(boxes: tuple[m.Box, ...], shape: tuple[int, ...]) -> None:
 
 
 def _check_subclass(leaf: m.SubclassLeaf) -> None:
-    check_shape(leaf.shape)
-    if len(leaf.attributes) != len(leaf.parts) or len(leaf.strides) != len(leaf.shape):
+    if len(leaf.attributes) != len(leaf.parts):
         raise ManifestError(f"subclass {leaf.name[:40]!r} with odd parts")
     if not all(name.isidentifier() for name in leaf.attributes):
         raise ManifestError("attributes are identifiers")
 
 
 _CHECKS: dict[type, Callable[[Any], None]] = {
-    m.TensorLeaf: _check_tensor,
-    m.SizeLeaf: lambda leaf: None,
     m.ValueLeaf: _check_value,
     m.ArrayLeaf: _check_array,
     m.QuantizedLeaf: _check_quantized,

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import keyword
+import struct
 import unicodedata
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
+
+import numpy as np
 
 from torchrelay.errors import ManifestError
 from torchrelay.record import manifest as m
@@ -12,6 +15,7 @@ from torchrelay.record.keys import KeyLimits
 
 MAX_CLASSES = 512  # of namedtuples, which may have to be made
 MAX_FIELDS = 1 << 14  # of those classes together
+_MANY = 64  # items for which numpy is worth its calls
 _NOW_AND_THEN = 1024  # containers between two looks at the clock
 
 
@@ -19,76 +23,86 @@ class TreeLimits:
     """Limits on expensive items, for all trees of a record together."""
 
     def __init__(self, in_time: Callable[[], None] | None = None) -> None:
-        self.keys = KeyLimits()
-        self._classes: dict[tuple[str, ...], int] = {}
+        self._keys = KeyLimits()
+        self._classes: set[tuple[str, ...]] = set()
+        self._fields = 0
         self._in_time = in_time  # called now and then; raises when the caller's time is over
         self._seen = 0
 
-    def note(self, node: m.Node) -> None:
-        """Count a container."""
+    def items(self, node: m.Container) -> tuple[m.Node, ...]:
+        """The items of a container, which is counted, and is one that can be made."""
         self._seen += 1
         if self._in_time is not None and self._seen % _NOW_AND_THEN == 0:
             self._in_time()
-        if isinstance(node, m.NamedTupleNode):
-            key = (node.module, node.name, *node.fields)
-            if key not in self._classes:
-                self._classes[key] = len(node.fields)
-                classes, fields = len(self._classes), sum(self._classes.values())
-                if classes > MAX_CLASSES or fields > MAX_FIELDS:
-                    raise ManifestError(
-                        f"namedtuples of more than {MAX_CLASSES} classes, or with more than "
-                        f"{MAX_FIELDS} fields in all"
-                    )
+        if isinstance(node, m.DictNode):
+            if node.factory is not None and node.kind != "defaultdict":
+                raise ManifestError(f"a {node.kind} has no factory")
+            if len(node.keys) != len(node.items):
+                raise ManifestError(f"{len(node.keys)} keys for {len(node.items)} items")
+            self._keys.check(node.keys)
+        elif isinstance(node, m.RecordNode):
+            return (node.body,)
+        elif isinstance(node, m.NamedTupleNode):
+            _check_fields(node)
+            self._count_class((node.module, node.name, *node.fields))
+        return node.items
+
+    def _count_class(self, key: tuple[str, ...]) -> None:
+        if key not in self._classes:
+            self._classes.add(key)
+            self._fields += len(key) - 2
+            if len(self._classes) > MAX_CLASSES or self._fields > MAX_FIELDS:
+                raise ManifestError(
+                    f"namedtuples of more than {MAX_CLASSES} classes, or with more than "
+                    f"{MAX_FIELDS} fields in all"
+                )
 
 
-def check_tree(tree: m.Node, leaves: int, limits: TreeLimits | None = None) -> None:
+def check_tree(tree: m.Node, leaves: int, limits: TreeLimits) -> None:
     """Raise `ManifestError` unless every leaf is in the tree, first seen in order of its index."""
-    limits = limits or TreeLimits()
-    seen = 0
-    stack: list[Iterator[m.Node]] = [iter((tree,))]
-    while stack:
-        for node in stack[-1]:
-            if isinstance(node, int):
-                if not 0 <= node <= seen or node >= leaves:
-                    raise ManifestError(f"leaf {node} out of order or of range")
-                seen += node == seen
-            else:
-                items = _node_children(node, limits.keys)
-                limits.note(node)
-                # Most containers hold leaves alone, none of them seen before.
-                fresh = seen + len(items)
-                shallow = len(stack) <= m.MAX_DEPTH
-                if shallow and fresh <= leaves and items == tuple(range(seen, fresh)):
-                    seen = fresh
-                    continue
-                stack.append(iter(items))
-                break
-        else:
-            stack.pop()
-        if len(stack) > m.MAX_DEPTH + 1:
-            raise ManifestError(f"tree deeper than {m.MAX_DEPTH}")
+    seen = _visited(m.SequenceNode("list", (tree,)), 0, leaves, limits, 0)
     if seen != leaves:
         raise ManifestError(f"{leaves} leaves, {seen} of them in the tree")
 
 
-def _node_children(node: m.Container, keys: KeyLimits) -> tuple[m.Node, ...]:
-    if isinstance(node, m.RecordNode):
-        return (node.body,)
-    if isinstance(node, m.DictNode):
-        if node.factory is not None and node.kind != "defaultdict":
-            raise ManifestError(f"a {node.kind} has no factory")
-        if len(node.keys) != len(node.items):
-            raise ManifestError(f"{len(node.keys)} keys for {len(node.items)} items")
-        keys.check(node.keys)
-    if isinstance(node, m.NamedTupleNode):
-        fields = _spoken(node.fields)
-        names = [*_spoken([node.name.lstrip("_")])]  # a class may be private, a field may not
-        names += [name for place, name in enumerate(fields) if name != f"_{place}"]
-        if len(fields) != len(node.items) or len(set(fields)) != len(fields):
-            raise ManifestError(f"namedtuple {node.name[:40]!r} with odd fields")
-        if not all(map(_is_name, names)):
-            raise ManifestError("a namedtuple's names are identifiers")
-    return node.items
+def _visited(node: m.Container, seen: int, leaves: int, limits: TreeLimits, depth: int) -> int:
+    """The leaves that were seen after those in a container too."""
+    if depth > m.MAX_DEPTH:
+        raise ManifestError(f"tree deeper than {m.MAX_DEPTH}")
+    items = limits.items(node)
+    # Most containers hold leaves alone, none of them seen before.
+    fresh = seen + len(items)
+    if fresh <= leaves and _are_numbers(items, seen, fresh):
+        return fresh
+    for item in items:
+        if not isinstance(item, int):
+            seen = _visited(item, seen, leaves, limits, depth + 1)
+        elif not 0 <= item <= seen or item >= leaves:
+            raise ManifestError(f"leaf {item} out of order or of range")
+        else:
+            seen += item == seen
+    return seen
+
+
+def _are_numbers(items: tuple[m.Node, ...], first: int, stop: int) -> bool:
+    """Whether items are the numbers of a range."""
+    if len(items) < _MANY:
+        return items == tuple(range(first, stop))
+    try:
+        packed = struct.pack(f"{len(items)}q", *items)
+    except struct.error:
+        return False
+    return packed == np.arange(first, stop, dtype=np.int64).tobytes()
+
+
+def _check_fields(node: m.NamedTupleNode) -> None:
+    fields = _spoken(node.fields)
+    names = [*_spoken([node.name.lstrip("_")])]  # a class may be private, a field may not
+    names += [name for place, name in enumerate(fields) if name != f"_{place}"]
+    if len(fields) != len(node.items) or len(set(fields)) != len(fields):
+        raise ManifestError(f"namedtuple {node.name[:40]!r} with odd fields")
+    if not all(map(_is_name, names)):
+        raise ManifestError("a namedtuple's names are identifiers")
 
 
 def _spoken(names: Sequence[str]) -> Sequence[str]:
