@@ -182,6 +182,7 @@ STREAMS: dict[str, Callable[[], Record]] = {
     "too few storages": lambda: _record(storage_of=_column(0)),
     "no devices": lambda: _record(devices=()),
     "a device with a number": lambda: _record(devices=("cuda:0",)),
+    "a device type with a line end": lambda: _record(devices=("cpu\n",)),
     "a device out of range": lambda: _record(device_of=_column(0, 1)),
     "very many devices": lambda: _record(devices=("cpu",) * 65),
     "a sharding out of range": lambda: _record(kinds=(LeafKind("float32", (4,), sharding=0),) * 2),
@@ -397,6 +398,9 @@ WHOLES: dict[str, Callable[[], Record]] = {
     "a name for no image": lambda: _whole(names=((6, "x"),)),
     "one name for two": lambda: _whole(names=((1, "x"), (2, "x"))),
     "an unknown object": lambda: _whole(objects=(ObjectBytes("x", "code", 0, 0, 1),)),
+    "an unknown object at the end of a line": lambda: _whole(
+        objects=(ObjectBytes("x", "raw\n", 0, 0, 1),)
+    ),
     "an object past its file": lambda: _whole(objects=(ObjectBytes("x", "raw", 0, 199, 2),)),
     "an object in no file": lambda: _whole(objects=(ObjectBytes("x", "raw", 2, 0, 1),)),
     "an object twice": lambda: _whole(objects=(ObjectBytes("x", "raw", 0, 0, 1),) * 2),

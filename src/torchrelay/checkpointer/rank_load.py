@@ -30,7 +30,7 @@ from torchrelay.plan.share.leaves import WHOLE
 from torchrelay.plan.share.rank_share import RankShare
 from torchrelay.plan.stored import Shard, StoredTensors
 from torchrelay.record.dtypes import itemsize
-from torchrelay.record.rows import rows_for
+from torchrelay.record.rows import LeafRows
 from torchrelay.record.schema import Record
 from torchrelay.state import tensors as t
 from torchrelay.stores.reading.box_reads import ShardRead, Wave, WaveFetch, waves
@@ -73,7 +73,7 @@ class RankLoad:
         self.instead: dict[str, str] = {}  # why a faster path was not taken
         with gc_paused():
             self._share = RankShare(
-                rows_for(record, options.rank, world),
+                _rows_for(record, options.rank, world),
                 include=include,
                 guessed=record.planned,
                 look=files.check_size,
@@ -274,3 +274,20 @@ class _StepFiles:
 
 def _all_of(portion: Portion, place: torch.Tensor) -> Iterable[BoxRead]:
     return plan_reads(portion.tensor, portion.box, place)
+
+
+def _rows_for(record: Record, rank: int, world: int) -> list[LeafRows]:
+    """The leaves that a rank of a group of `world` loads from, the first of them first.
+
+    Its own where the group is as large as the one that saved. Else those of the same rank, and
+    those of the others, laid over each other.
+    """
+    saved = len(record.ranks)
+    if world == saved or (len(record.outlines) == 1 and not record.differences):
+        return [LeafRows(record, min(rank, saved - 1), at_rest=True)]
+    first = rank if rank < saved else 0
+    # Ranks of one outline have the same paths, and the first of them counts.
+    ranks = {record.ranks[first]: first}
+    for other, number in enumerate(record.ranks):
+        ranks.setdefault(number, other)
+    return [LeafRows(record, other, at_rest=True) for other in ranks.values()]

@@ -22,9 +22,9 @@ def digest(chunk: torch.Tensor, *, cells: bool = False) -> bytes:
     data: Any = chunk.cpu().numpy()
     if not cells:
         return xxhash.xxh3_128_digest(data)
-    starts = range(0, len(data), CELL_BYTES)
-    made = [xxhash.xxh3_128_digest(data[at : at + CELL_BYTES]) for at in starts]
-    return joined(b"".join(made))
+    running = _RunningCells()
+    running.update(data)
+    return running.digest()
 
 
 def joined(cells: bytes) -> bytes:

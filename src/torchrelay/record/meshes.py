@@ -29,7 +29,7 @@ def mesh_of(
         steps = contiguous_strides(shape)
         strides = [ranks[s] - first if n > 1 else 0 for s, n in zip(steps, shape, strict=True)]
         short = m.Mesh(device_type, shape, (first,), names, tuple(strides))
-        if _apart(short) and ranks_of(short) == ranks:
+        if _reach(short) is not None and ranks_of(short) == ranks:
             return short
     return m.Mesh(device_type, shape, ranks, names)
 
@@ -60,16 +60,16 @@ def coordinate_of(mesh: m.Mesh, rank: int) -> tuple[int, ...] | None:
     return tuple(found) if inside and not left else None
 
 
-def _apart(mesh: m.Mesh) -> bool:
-    """Whether strides give each place a rank of its own: each is past all that lesser ones
-    reach."""
+def _reach(mesh: m.Mesh) -> int | None:
+    """By how much strides take the last place's rank above that of the first; None where two places
+    have one rank. Each stride is past all that lesser ones reach."""
     reach = 0
     for stride, size in sorted(zip(mesh.strides, mesh.shape, strict=True)):
         if size > 1:
             if stride <= reach:
-                return False
+                return None
             reach += stride * (size - 1)
-    return reach < 1 << 31
+    return reach
 
 
 def check_mesh(mesh: m.Mesh) -> None:
@@ -77,11 +77,11 @@ def check_mesh(mesh: m.Mesh) -> None:
     if mesh.names is not None and len(mesh.names) != len(mesh.shape):
         raise ManifestError("the names of a mesh do not fit its shape")
     if mesh.strides:
-        fits = len(mesh.ranks) == 1 and len(mesh.strides) == len(mesh.shape)
-        if not fits or 0 in mesh.shape or not _apart(mesh):
+        fits = len(mesh.ranks) == 1 and len(mesh.strides) == len(mesh.shape) and 0 not in mesh.shape
+        reach = _reach(mesh) if fits else None
+        if reach is None:
             raise ManifestError("the strides of a mesh do not fit its shape")
-        steps = zip(mesh.strides, mesh.shape, strict=True)
-        if mesh.ranks[0] + sum(stride * (size - 1) for stride, size in steps) >= m.MAX_RANK:
+        if mesh.ranks[0] + reach >= m.MAX_RANK:
             raise ManifestError("rank out of range")
     else:
         ranks = sorted(mesh.ranks)

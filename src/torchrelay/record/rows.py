@@ -11,7 +11,14 @@ import numpy as np
 from torchrelay.geometry.boxes import Box, Numbers
 from torchrelay.geometry.strides import contiguous_strides
 from torchrelay.record import manifest as m
-from torchrelay.record.schema import BoxSharding, LeafKind, RankDifference, Record, Sharding
+from torchrelay.record.schema import (
+    BoxSharding,
+    LeafKind,
+    RankDifference,
+    Record,
+    Sharding,
+    shape_numbers,
+)
 
 Marks = np.ndarray[Any, np.dtype[np.bool_]]
 
@@ -57,7 +64,7 @@ class LeafRows(Sequence[m.Leaf]):
     @cached_property
     def is_image(self) -> Marks:
         """Whether each row is all of its image; else it is a view of one of bytes."""
-        shapes, image_shapes = self.record.shapes
+        shapes, image_shapes = shape_numbers(self.record.kinds, self.record.image_kinds)
         strided = np.array(
             [kind.strides is not None and kind.sharding < 0 for kind in self.record.kinds], bool
         )
@@ -124,20 +131,3 @@ def distributed_leaf(
         how.coordinate,
         kind.flags,
     )
-
-
-def rows_for(record: Record, rank: int, world: int) -> list[LeafRows]:
-    """The leaves that a rank of a group of `world` loads from, the first of them first.
-
-    Its own where the group is as large as the one that saved. Else those of the same rank, and
-    those of the others, laid over each other.
-    """
-    saved = len(record.ranks)
-    if world == saved or (len(record.outlines) == 1 and not record.differences):
-        return [LeafRows(record, min(rank, saved - 1), at_rest=True)]
-    first = rank if rank < saved else 0
-    # Ranks of one outline have the same paths, and the first of them counts.
-    ranks = {record.ranks[first]: first}
-    for other, number in enumerate(record.ranks):
-        ranks.setdefault(number, other)
-    return [LeafRows(record, other, at_rest=True) for other in ranks.values()]

@@ -35,6 +35,8 @@ from torchrelay.steps import MAX_STEP
 
 VERSION = (3, 0)
 _FEW = 32  # boxes that are looked at one by one
+MAX_DEVICES = 64
+DeviceType = Annotated[str, msgspec.Meta(pattern=r"^[A-Za-z_][A-Za-z0-9_]*\Z")]
 ON_HOST = ("cpu",)  # the devices of a state that lies in host memory alone
 
 # Whole numbers from 0 on. None stands for the value that the field's comment names.
@@ -127,8 +129,6 @@ class ImageKind(msgspec.Struct, array_like=True, frozen=True, dict=True):
 
     @cached_property
     def boxes(self) -> list[Bounds]:
-        if self.is_whole:
-            return [((0,) * len(self.shape), self.shape)]
         rows = (map(tuple, column.tolist()) for column in self.columns)
         return list(zip(*rows, strict=True))
 
@@ -237,7 +237,7 @@ class ObjectBytes(_RowRecord, frozen=True):
     """Bytes of an object that a planner of torch's gave: `kind` says how to read them back."""
 
     name: str
-    kind: Annotated[str, msgspec.Meta(pattern="^(state|raw)$")]
+    kind: Annotated[str, msgspec.Meta(pattern=r"^(state|raw)\Z")]
     volume: Size
     start: Size
     nbytes: Size
@@ -267,7 +267,7 @@ class Record(_MapRecord, frozen=True, kw_only=True):
     volumes: tuple[VolumeRecord, ...] = ()
     volume_of: Column = None  # of each box; None: the first
     starts: Column = None  # of each box; None: one after the other, at multiples of ALIGN
-    devices: tuple[str, ...] = ON_HOST
+    devices: Annotated[tuple[DeviceType, ...], msgspec.Meta(max_length=MAX_DEVICES)] = ON_HOST
     device_of: Column = None  # of each image; None: the first
     storage_of: Column = None  # of each image; None: each has a storage of its own
     meshes: tuple[Mesh, ...] = ()
@@ -331,11 +331,6 @@ class Record(_MapRecord, frozen=True, kw_only=True):
         """The device of each image, by its number in `devices`."""
         return zeros_or(self.device_of, self.images)
 
-    @cached_property
-    def shapes(self) -> tuple[Numbers, Numbers]:
-        """As `shape_numbers`, of each kind of leaf, and of each kind of image."""
-        return shape_numbers(self.kinds, self.image_kinds)
-
     @property
     def used_devices(self) -> set[str]:
         """The kinds of devices that images come from."""
@@ -391,25 +386,22 @@ def column_of(numbers: Numbers) -> Column:
     return numbers if numbers.any() else None
 
 
-# Columns as bytes: one byte with the width of a number, then the numbers, little-endian.
-_WIDTHS = {1: "<u1", 2: "<u2", 4: "<u4", 8: "<u8"}
-
-
 def pack_column(numbers: Numbers) -> bytes:
-    """Numbers from 0 on, in the narrowest of the widths that all of them fit into."""
-    most = int(numbers.max()) if numbers.size else 0
-    if numbers.size and int(numbers.min()) < 0:
-        raise ManifestError(f"{int(numbers.min())} in a column of numbers from 0 on")
-    width = next(width for width in _WIDTHS if width == 8 or most < 1 << 8 * width)
-    return bytes([width]) + numbers.reshape(-1).astype(_WIDTHS[width]).tobytes()
+    """Numbers from 0 on as bytes: one byte with the width of a number, the narrowest that all of
+    them fit into, then the numbers, little-endian."""
+    least, most = (int(numbers.min()), int(numbers.max())) if numbers.size else (0, 0)
+    if least < 0:
+        raise ManifestError(f"{least} in a column of numbers from 0 on")
+    width = np.min_scalar_type(most).itemsize
+    return bytes([width]) + numbers.reshape(-1).astype(f"<u{width}").tobytes()
 
 
 def unpack_column(data: bytes) -> Numbers:
     """Undo `pack_column`; `ValueError` for other bytes, and for numbers past 63 bits."""
     width = data[0] if data else 0
-    if width not in _WIDTHS or (len(data) - 1) % width:
+    if width not in (1, 2, 4, 8) or (len(data) - 1) % width:
         raise ValueError(f"a column of {len(data)} bytes")
-    column: Any = np.frombuffer(data, _WIDTHS[width], offset=1).astype(np.int64)
+    column: Any = np.frombuffer(data, f"<u{width}", offset=1).astype(np.int64)
     if width == 8 and len(column) and int(column.min()) < 0:
         raise ValueError("a number past 63 bits")
     return cast("Numbers", column)
