@@ -92,7 +92,9 @@ class KeyLimits:
             if (found := self.problem(keys)) is not None:
                 raise ManifestError(found)
             # Each NaN is a key of its own. Decoding raises for what no key encodes to.
-            different = [identity(key) for key in keys if not _has_nan(decode_key(key))]
+            different = [
+                identity(key) for key in keys if type(key) is int or not _has_nan(decode_key(key))
+            ]
         if len(set(different)) != len(different):
             raise ManifestError("a dict has one key twice")
 

@@ -181,11 +181,7 @@ class StateOutline(_MapRecord, frozen=True):
     @cached_property
     def row_leaves(self) -> Numbers:
         """The leaf that each row is."""
-        if not self.others:
-            return np.arange(self.leaves)
-        is_row = np.ones(self.leaves, bool)
-        is_row[self.other_leaves] = False
-        return np.flatnonzero(is_row)
+        return np.delete(np.arange(self.leaves), self.other_leaves)
 
     @property
     def other_leaves(self) -> Numbers:
