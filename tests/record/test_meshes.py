@@ -71,3 +71,7 @@ def test_ranks_that_nobody_has_are_not_made() -> None:
     leaf = m.DTensorLeaf(part, large, (m.Placement("replicate"),), (1,), (1,), None)
     with pytest.raises(tr.errors.ManifestError, match="ranks, the cap"):
         check_meshes([leaf])
+    for parts, context in (((leaf,), ()), ((), (leaf,))):
+        inside = m.SubclassLeaf("x", (), parts, 0, context, (1,), (1,))
+        with pytest.raises(tr.errors.ManifestError, match="ranks, the cap"):
+            check_meshes([inside])

@@ -48,7 +48,6 @@ class TupleKey(msgspec.Struct, tag="t", array_like=True, frozen=True):
 Key = None | bool | int | str | Float | BigInt | Text | TupleKey
 Value = None | bool | int | str | Float | BigInt | Text | Complex | Bytes
 
-_AS_IT_IS = frozenset((int, str, bool, type(None)))
 _INT64 = range(-(1 << 63), 1 << 63)
 
 
@@ -112,7 +111,7 @@ def encode_key(key: object) -> Key:
 
 def decode_key(record: Key) -> object:
     if isinstance(record, TupleKey):
-        return tuple([k if type(k) in _AS_IT_IS else decode_key(k) for k in record.items])
+        return tuple(map(decode_key, record.items))
     return decode_value(record)
 
 
