@@ -23,7 +23,7 @@ _DIMS = 8
 _TOO_MUCH = 1 << 61  # so that sums of larger numbers stay in 64 bits
 _REAL = ("float", "bfloat", "complex")  # how the names of dtypes start that have gradients
 _NEGATED = ("int8", "int16", "int32", "int64", "uint8")  # besides those
-# What a leaf needs to be all of an image: a box of it; all of it; that in row-major order. A view
+# A leaf is all of an image if that has: a box; all of it; all of it in row-major order. A view
 # is never all of one.
 _BOX, _WHOLE, _ROW_MAJOR, _NEVER = range(4)
 _encode = msgspec.msgpack.Encoder().encode
@@ -83,7 +83,7 @@ def check_rows(record: Record, mode: Mode, sizes: Numbers, parts: Sequence[m.Ten
 
 
 def _check_kinds(record: Record) -> dict[int, set[bytes]]:
-    """Check what kinds of rows say themselves. The encoded boxes of each ShardedTensor, by the
+    """Check the kinds of rows. Returns the encoded boxes of each ShardedTensor, by the
     number of its sharding."""
     shapes: dict[int, tuple[int, ...]] = {}
     found: dict[int, set[bytes]] = {}
@@ -131,7 +131,7 @@ def _needs(kind: LeafKind, is_row: bool) -> int:
 
 
 def _there(kind: ImageKind, mode: Mode) -> int:
-    """What a record has of an image. Elements at rest are row-major, whatever `strides` say."""
+    """The part of an image that a record has. Elements at rest are row-major, whatever `strides` say."""
     if mode == "stream" and not kind.is_whole:
         return _BOX
     return _WHOLE if mode == "stream" and kind.strides is not None else _ROW_MAJOR
