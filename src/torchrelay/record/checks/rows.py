@@ -83,8 +83,8 @@ def check_rows(record: Record, mode: Mode, sizes: Numbers, parts: Sequence[m.Ten
 
 
 def _check_kinds(record: Record) -> dict[int, set[bytes]]:
-    """Check the kinds of rows. Returns the encoded boxes of each ShardedTensor, by the
-    number of its sharding."""
+    """Check the kinds of rows. Returns the encoded boxes of each ShardedTensor, by the number of
+    its sharding."""
     shapes: dict[int, tuple[int, ...]] = {}
     found: dict[int, set[bytes]] = {}
     for kind in record.kinds:
@@ -131,7 +131,8 @@ def _needs(kind: LeafKind, is_row: bool) -> int:
 
 
 def _there(kind: ImageKind, mode: Mode) -> int:
-    """The part of an image that a record has. Elements at rest are row-major, whatever `strides` say."""
+    """The part of an image that a record has. At rest elements are row-major, whatever `strides`
+    say."""
     if mode == "stream" and not kind.is_whole:
         return _BOX
     return _WHOLE if mode == "stream" and kind.strides is not None else _ROW_MAJOR
