@@ -131,8 +131,6 @@ class Runs:
 
     def _facing(self, other: Runs) -> Runs:
         """The parts of the runs between the first and the last byte of another."""
-        if not len(other.starts):
-            return other
         start, stop = int(other.starts[0]), int(other.stops[-1])
         if len(self.starts) and start <= self.starts[0] and self.stops[-1] <= stop:
             return self
@@ -190,6 +188,8 @@ class Moves(NamedTuple):
 
 def moves(sources: Runs, destinations: Runs) -> Moves:
     """The copies from one to the other, of the bytes that both have."""
+    if not len(sources.starts) or not len(destinations.starts):
+        return Moves(*(np.zeros(0, np.uint64) for _ in Moves._fields))
     theirs, ours = sources._facing(destinations), destinations._facing(sources)
     if np.array_equal(theirs.starts, ours.starts) and np.array_equal(theirs.stops, ours.stops):
         # Cut alike on both sides: the common case where there are many.

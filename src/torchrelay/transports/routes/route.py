@@ -153,6 +153,9 @@ class RouteFetch:
     messages = 0
     connections = 0
 
+    def get_ready(self) -> None:
+        """Work out what does not depend on the `Go`, while the sender makes it."""
+
     def run(self, go: bytes, patience: float) -> None:
         """Returns when every byte is in its place, and verified if it should be."""
         raise NotImplementedError
