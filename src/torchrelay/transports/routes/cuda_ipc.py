@@ -32,12 +32,10 @@ from torchrelay.transports.wire import messages as m
 class CudaService(MemoryService):
     """Exports device memory. The sender's devices hash it while the receiver copies it."""
 
-    _offered = False
-
     def offer(self, outgoing: Outgoing) -> bytes | r.Unavailable:
         receiver = self._receiver
         if self.is_elsewhere:
-            return m.write(MemoryFacts(place.here()))
+            return super().offer(outgoing)
         try:
             outgoing.exported  # noqa: B018  # whether it can be
         except CudaError as fault:
@@ -47,12 +45,9 @@ class CudaService(MemoryService):
         claim = place.claim(receiver.join.nonce, receiver.rank, receiver.member.rank, bytes(16))
         if place.cannot_open(process, claim):
             return r.Unavailable("the sender cannot make sure that this process is of its user")
-        self._offered = True
-        return m.write(self.facts(outgoing))
+        return super().offer(outgoing)
 
     def table(self, outgoing: Outgoing) -> MemoryTable:
-        if not self._offered:
-            raise r.RouteFault("took a route that it was not offered")
         try:
             exported = outgoing.exported
         except CudaError as fault:

@@ -132,6 +132,11 @@ class Incoming:
     named: Callable[[int, int], str] | None = None  # the tensors of bytes, if it is all of a state
 
     @property
+    def whole(self) -> bool:
+        """Whether it is all of a state."""
+        return self.named is not None
+
+    @property
     def pins(self) -> bool:
         """Whether buffers are pinned: chunks are copied from them to a GPU."""
         return self.landing.on_device and in_use()
