@@ -219,8 +219,13 @@ def reached(first: Any, last: Any, count: int) -> np.ndarray[Any, np.dtype[np.bo
 
 
 def holding(runs: Runs, positions: Column) -> np.ndarray[Any, np.dtype[np.int64]]:
-    """For each position the run that has the byte there, or -1."""
-    index = np.searchsorted(runs.starts, positions, side="right").astype(np.int64) - 1
+    """For each position, which ascend, the run that has the byte there, or -1."""
+    index: np.ndarray[Any, np.dtype[np.int64]]
+    if len(positions) > 8 * len(runs.starts):  # it is cheaper to look up the runs
+        firsts = np.searchsorted(positions, runs.starts, side="left")
+        index = np.cumsum(np.bincount(firsts, minlength=len(positions) + 1)[:-1]) - 1
+    else:
+        index = np.searchsorted(runs.starts, positions, side="right").astype(np.int64) - 1
     if len(runs.stops):
         index[(index >= 0) & (runs.stops[index] <= positions)] = -1
     return index
