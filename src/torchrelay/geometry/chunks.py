@@ -67,19 +67,19 @@ def cut(
     ends = np.cumsum(sizes)
     done, place = 0, 0  # bytes of the stream, images
     turns = np.zeros(0, np.int64) if devices is None else np.flatnonzero(np.diff(devices)) + 1
-    for own in [*np.flatnonzero((exact >= small_bytes) | (sizes > chunk_bytes)).tolist(), None]:
+    large = np.flatnonzero((exact >= small_bytes) | (sizes > chunk_bytes))
+    columns = (large.tolist(), sizes[large].tolist(), ends[large].tolist())
+    for own, size, end in (*zip(*columns, strict=True), (len(ends), 0, 0)):
         # Small ones up to here, as many as go into a chunk at a time.
-        last = len(ends) if own is None else own
-        while place < last:
+        while place < own:
             turn = turns[np.searchsorted(turns, place, side="right") :][:1].tolist()
             most = int(np.searchsorted(ends, done + chunk_bytes, side="right"))
-            place = min([last, most, *turn])
+            place = min([own, most, *turn])
             chunks.append(int(ends[place - 1]) - done)
             done = int(ends[place - 1])
-        if own is not None:
-            whole, rest = divmod(int(sizes[own]), chunk_bytes)
-            chunks += [chunk_bytes] * whole + [rest] * (rest > 0)
-            done, place = int(ends[own]), own + 1
+        whole, rest = divmod(size, chunk_bytes)
+        chunks += [chunk_bytes] * whole + [rest] * (rest > 0)
+        done, place = end, own + 1
     return tuple(chunks)
 
 

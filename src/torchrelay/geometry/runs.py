@@ -131,8 +131,6 @@ class Runs:
 
     def _facing(self, other: Runs) -> Runs:
         """The parts of the runs between the first and the last byte of another."""
-        if not len(other.starts):
-            return other
         start, stop = int(other.starts[0]), int(other.stops[-1])
         if len(self.starts) and start <= self.starts[0] and self.stops[-1] <= stop:
             return self
@@ -190,6 +188,8 @@ class Moves(NamedTuple):
 
 def moves(sources: Runs, destinations: Runs) -> Moves:
     """The copies from one to the other, of the bytes that both have."""
+    if not len(sources.starts) or not len(destinations.starts):
+        return Moves(*(np.zeros(0, np.uint64) for _ in Moves._fields))
     theirs, ours = sources._facing(destinations), destinations._facing(sources)
     if np.array_equal(theirs.starts, ours.starts) and np.array_equal(theirs.stops, ours.stops):
         # Cut alike on both sides: the common case where there are many.
@@ -219,8 +219,13 @@ def reached(first: Any, last: Any, count: int) -> np.ndarray[Any, np.dtype[np.bo
 
 
 def holding(runs: Runs, positions: Column) -> np.ndarray[Any, np.dtype[np.int64]]:
-    """For each position the run that has the byte there, or -1."""
-    index = np.searchsorted(runs.starts, positions, side="right").astype(np.int64) - 1
+    """For each position, which ascend, the run that has the byte there, or -1."""
+    index: np.ndarray[Any, np.dtype[np.int64]]
+    if len(positions) > 8 * len(runs.starts):  # it is cheaper to look up the runs
+        firsts = np.searchsorted(positions, runs.starts, side="left")
+        index = np.cumsum(np.bincount(firsts, minlength=len(positions) + 1)[:-1]) - 1
+    else:
+        index = np.searchsorted(runs.starts, positions, side="right").astype(np.int64) - 1
     if len(runs.stops):
         index[(index >= 0) & (runs.stops[index] <= positions)] = -1
     return index

@@ -126,6 +126,7 @@ class SourceRank:
         self.choices.append(choice)
         self.nbytes += landing.chunks.nbytes
         self.talk.send(m.Accept(route.name, fetch.answer, instead, reads))
+        fetch.get_ready()
         go = self.talk.expect(m.Go)
         return partial(fetch.run, go.data, go.patience)
 

@@ -108,6 +108,7 @@ class Sending:
         self._outgoing = Outgoing(self.snapshot, self._member, self._options.verify)
         try:
             with self._watch("join"):
+                self._outgoing.get_ready()  # receivers are still on their way
                 while self._machine.joining:
                     self._join()
             with self._watch("data"):

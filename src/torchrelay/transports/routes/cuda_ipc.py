@@ -15,7 +15,7 @@ from torchrelay.memory.gpu import kernels
 from torchrelay.memory.gpu.kernels import CudaError
 from torchrelay.memory.gpu.side import side_stream
 from torchrelay.transports.routes import route as r
-from torchrelay.transports.routes.cuda.handles import Exported, Exports, Openings, Sources
+from torchrelay.transports.routes.cuda.handles import Exported, Openings, Sources
 from torchrelay.transports.routes.host import place
 from torchrelay.transports.routes.memory import (
     MemoryFacts,
@@ -28,38 +28,28 @@ from torchrelay.transports.routes.memory import (
 from torchrelay.transports.routes.outgoing import Outgoing
 from torchrelay.transports.wire import messages as m
 
-_NONE = "no contiguous tensor of the state is on a GPU"
-
 
 class CudaService(MemoryService):
     """Exports device memory. The sender's devices hash it while the receiver copies it."""
 
-    _exported: tuple[Outgoing, Exported] | None = None
-
     def offer(self, outgoing: Outgoing) -> bytes | r.Unavailable:
         receiver = self._receiver
         if self.is_elsewhere:
-            return m.write(MemoryFacts(place.here()))
-        if not outgoing.from_gpu:
-            return r.Unavailable(_NONE)
+            return super().offer(outgoing)
+        try:
+            outgoing.exported  # noqa: B018  # whether it can be
+        except CudaError as fault:
+            return r.Unavailable(str(fault))
         # A handle opens memory without asking the kernel whose process does: so this side asks.
         process = place.Process(receiver.join.place.pid, receiver.join.fd, 0)
         claim = place.claim(receiver.join.nonce, receiver.rank, receiver.member.rank, bytes(16))
         if place.cannot_open(process, claim):
             return r.Unavailable("the sender cannot make sure that this process is of its user")
-        try:
-            self._exported = outgoing, _export(outgoing)
-        except CudaError as fault:
-            return r.Unavailable(str(fault))
-        facts = self.facts(outgoing)
-        return m.write(facts)
+        return super().offer(outgoing)
 
     def table(self, outgoing: Outgoing) -> MemoryTable:
-        if self._exported is None:
-            raise r.RouteFault("took a route that it was not offered")
-        known, exported = self._exported
         try:
-            exported = exported if known is outgoing else _export(outgoing)
+            exported = outgoing.exported
         except CudaError as fault:
             raise r.RouteFault(str(fault)) from fault
         return msgspec.structs.replace(
@@ -68,13 +58,6 @@ class CudaService(MemoryService):
             exports=exported.exports,
             strays=m.to_ranges(list(outgoing.strays)),
         )
-
-
-def _export(outgoing: Outgoing) -> Exported:
-    device = outgoing.device
-    if not len(device.starts):
-        raise CudaError(_NONE)
-    return outgoing.member.resources.of(Exports).of(device)
 
 
 class CudaFetch(MemoryFetch):

@@ -44,23 +44,6 @@ _ZEROS = np.zeros(64 << 10, np.uint8)
 _to_receiver: msgspec.msgpack.Decoder[Ring | Fill] = msgspec.msgpack.Decoder(Ring | Fill)
 
 
-class MemoryFacts(msgspec.Struct, array_like=True, frozen=True):
-    """Where the sender's process is.
-
-    Its claim (`place.claim`) is at address `beacon` of its memory and in its file `fd`: a receiver
-    that finds it there reads the process of the rank that it talks to.
-    """
-
-    place: m.Place
-    beacon: Annotated[int, Meta(ge=0, le=(1 << 63) - 1)] = 0
-    fd: m.Descriptor = -1
-    verify: bool = False  # digests are compared
-
-    @property
-    def process(self) -> Process:
-        return Process(self.place.pid, self.fd, self.beacon)
-
-
 class MemoryTable(msgspec.Struct, array_like=True, frozen=True):
     """Where the bytes of a state lie in the sender's memory: on the host, and on route "cuda_ipc"
     in exported GPU memory."""
@@ -72,26 +55,45 @@ class MemoryTable(msgspec.Struct, array_like=True, frozen=True):
     strays: m.ChunkRanges = ()  # of `apart`, the chunks that have bytes which no export reaches
 
 
+class MemoryFacts(msgspec.Struct, array_like=True, frozen=True):
+    """Where the sender's process is.
+
+    Its claim (`place.claim`) is at address `beacon` of its memory and in its file `fd`: a receiver
+    that finds it there reads the process of the rank that it talks to.
+    """
+
+    place: m.Place
+    beacon: Annotated[int, Meta(ge=0, le=(1 << 63) - 1)] = 0
+    fd: m.Descriptor = -1
+    verify: bool = False  # digests are compared
+    table: MemoryTable = MemoryTable()  # of all of the state
+
+    @property
+    def process(self) -> Process:
+        return Process(self.place.pid, self.fd, self.beacon)
+
+
 class MemoryService(r.RouteService):
-    """Says where the bytes lie, and keeps them there."""
+    """Says where the bytes lie, and keeps them there. A receiver that takes all of the state needs
+    no more than the offer."""
 
     _proof: place.Proof | None = None
     _ring: RingFiller | None = None
+    _offered: Outgoing | None = None
 
     def offer(self, outgoing: Outgoing) -> bytes | r.Unavailable:
-        return m.write(self.facts(outgoing))
-
-    def facts(self, outgoing: Outgoing) -> MemoryFacts:
         here, to = place.here(), self._receiver
         if self.is_elsewhere:
-            return MemoryFacts(here)
+            return m.write(MemoryFacts(here))
         claim = place.claim(to.join.nonce, to.member.rank, to.rank, to.transfer)
         try:
             self._proof = place.Proof(claim)
         except OSError:
-            return MemoryFacts(here)
-        process = self._proof.process
-        return MemoryFacts(here, process.beacon, process.fd, outgoing.verify is True)
+            return m.write(MemoryFacts(here))
+        process, table = self._proof.process, self.table(outgoing)
+        self._offered = outgoing
+        verify = outgoing.verify is True
+        return m.write(MemoryFacts(here, process.beacon, process.fd, verify, table))
 
     @property
     def is_elsewhere(self) -> bool:
@@ -102,7 +104,9 @@ class MemoryService(r.RouteService):
     def begin(self, outgoing: Outgoing, accept: m.Accept, link: r.Link) -> bytes:
         self._close_ring()  # of an earlier acceptance
         self.outgoing = outgoing
-        return m.write(self.table(outgoing))
+        if self._offered is None:
+            raise r.RouteFault("took a route that it was not offered")
+        return b"" if outgoing is self._offered else m.write(self.table(outgoing))
 
     def table(self, outgoing: Outgoing) -> MemoryTable:
         return MemoryTable(outgoing.host, m.to_ranges(list(outgoing.apart)))
@@ -181,8 +185,14 @@ class MemoryFetch(ReadingFetch):
         self._unfilled: list[int] = []  # chunks to ask for
         self._asked: dict[int, int] = {}  # by slot, the chunk that it was asked for
 
+    def get_ready(self) -> None:
+        super().get_ready()
+        if self._incoming.whole:
+            self._plan(self._facts.table)
+
     def run(self, go: bytes, patience: float) -> None:
-        self._plan(m.read_as(MemoryTable, go))
+        if not self._incoming.whole:
+            self._plan(m.read_as(MemoryTable, go))
         super().run(go, patience)
 
     def _plan(self, table: MemoryTable) -> None:

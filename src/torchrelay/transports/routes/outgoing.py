@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import cached_property
 
 import numpy as np
@@ -17,10 +17,11 @@ import torch
 from torchrelay.geometry.runs import Runs, reached
 from torchrelay.memory import vectors
 from torchrelay.memory.gpu.device_chunks import DeviceChunks
-from torchrelay.memory.gpu.kernels import digest_of
+from torchrelay.memory.gpu.kernels import CudaError, digest_of
 from torchrelay.memory.gpu.side import in_use, on_side_stream
 from torchrelay.plan.snapshot import Sendable
 from torchrelay.transports.resources import Member
+from torchrelay.transports.routes.cuda.handles import Exported, Exports
 
 
 class Outgoing:
@@ -62,6 +63,20 @@ class Outgoing:
         if not len(device.starts) and not len(others.starts):
             return ()
         return self._chunks_of(Runs.merged(device.stretches, others))
+
+    @cached_property
+    def exported(self) -> Exported:
+        """Contiguous memory of GPUs for another process of this machine to open; `CudaError` where
+        that cannot be."""
+        if not self.from_gpu or not len(self.device.starts):
+            raise CudaError("no contiguous tensor of the state is on a GPU")
+        return self.member.resources.of(Exports).of(self.device)
+
+    def get_ready(self) -> None:
+        """Make the tables that receivers of this machine need, before one asks."""
+        self.host, self.apart  # noqa: B018
+        with suppress(CudaError):  # each receiver is told why
+            self.exported  # noqa: B018
 
     @property
     def strays(self) -> tuple[int, ...]:

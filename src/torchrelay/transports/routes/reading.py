@@ -9,12 +9,14 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 
 from torchrelay.errors import RemoteProtocolError
 from torchrelay.geometry import DIGEST_BYTES
 from torchrelay.geometry.runs import Moves, Runs, moves
+from torchrelay.memory.gpu.device_chunks import DeviceChunks
 from torchrelay.memory.gpu.kernels import digest_of
 from torchrelay.memory.gpu.side import on_side_stream
 from torchrelay.memory.pool import cores
@@ -45,7 +47,14 @@ class ReadingFetch(RouteFetch):
         self._mine: dict[int, bytes] = {}  # digests of what was read
         self._theirs: dict[int, bytes] = {}
         self._untold: set[int] = set()  # chunks whose digests the sender was asked for
-        self._on_gpu = incoming.on_gpu()
+
+    @cached_property
+    def _on_gpu(self) -> DeviceChunks:
+        """The chunks that a GPU can hash where they land."""
+        return self._incoming.on_gpu()
+
+    def get_ready(self) -> None:
+        self._on_gpu  # noqa: B018
 
     # For routes to implement
 

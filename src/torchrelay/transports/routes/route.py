@@ -132,6 +132,11 @@ class Incoming:
     named: Callable[[int, int], str] | None = None  # the tensors of bytes, if it is all of a state
 
     @property
+    def whole(self) -> bool:
+        """Whether it is all of a state."""
+        return self.named is not None
+
+    @property
     def pins(self) -> bool:
         """Whether buffers are pinned: chunks are copied from them to a GPU."""
         return self.landing.on_device and in_use()
@@ -152,6 +157,9 @@ class RouteFetch:
     wire_bytes = 0
     messages = 0
     connections = 0
+
+    def get_ready(self) -> None:
+        """Work out what does not depend on the `Go`, while the sender makes it."""
 
     def run(self, go: bytes, patience: float) -> None:
         """Returns when every byte is in its place, and verified if it should be."""

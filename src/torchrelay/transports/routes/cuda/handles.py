@@ -17,7 +17,9 @@ from bisect import bisect_right
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Annotated, NamedTuple
+from functools import cache
+from itertools import chain
+from typing import Annotated, Any, NamedTuple
 
 import msgspec
 import numpy as np
@@ -50,11 +52,19 @@ class _Handle(ctypes.Structure):
     _fields_ = (("bytes", ctypes.c_char * HANDLE_BYTES),)
 
 
-def _id_at(address: int) -> int:
-    """The id of the allocation at an address."""
-    number = ctypes.c_uint64()
+@cache
+def _attribute_of() -> Any:
+    """The driver's function for facts about an address."""
     ask = brief_driver().cuPointerGetAttribute
-    check(ask(ctypes.byref(number), _BUFFER_ID, ctypes.c_uint64(address)), "tell allocations apart")
+    ask.argtypes = (ctypes.c_void_p, ctypes.c_int, ctypes.c_uint64)
+    return ask
+
+
+def _id_at(address: int) -> int:
+    """The id of the allocation at an address. Hundreds are asked for before each transfer."""
+    number = ctypes.c_uint64()
+    if code := _attribute_of()(ctypes.byref(number), _BUFFER_ID, address):
+        check(code, "tell allocations apart")
     return number.value
 
 
@@ -237,7 +247,8 @@ def sources(device: bytes, opened: list[Opening], stream_bytes: int) -> Sources:
     offsets = packed.addresses & np.uint64((1 << _APART) - 1)
     if (index >= len(opened)).any() or (nbytes < 1).any():
         raise CudaError("memory of no export, or of no size")
-    pointers, devices, sizes = np.array(opened, np.uint64).reshape(-1, 3).T
+    numbers = np.fromiter(chain.from_iterable(opened), np.uint64, 3 * len(opened))
+    pointers, devices, sizes = numbers.reshape(-1, 3).T
     if (offsets + nbytes > sizes[index]).any():
         raise CudaError("memory outside of an export")
     addresses, on = pointers[index] + offsets, devices[index]
