@@ -3,6 +3,7 @@ is going to keep."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -32,11 +33,18 @@ class HeldImages:
         self.numbers: Numbers = np.full(len(chunks.image_bytes), _NOWHERE, np.int64)
         self.offsets: Column = np.zeros(len(chunks.image_bytes), np.uint64)
 
-    def add(self, memory: torch.Tensor, images: Any, offsets: Any = 0, *, far: bool) -> None:
-        """Have images in a piece of memory from now on."""
-        self.numbers[images], self.offsets[images] = len(self.memory), offsets
-        self.memory.append(memory)
-        self.far.append(far)
+    def add(
+        self,
+        memory: Sequence[torch.Tensor],
+        far: Sequence[bool] | Marks,
+        images: Any,
+        numbers: Any = 0,
+        offsets: Any = 0,
+    ) -> None:
+        """Have images in new pieces of memory from now on; `numbers` and `offsets` say where."""
+        self.numbers[images], self.offsets[images] = len(self.memory) + numbers, offsets
+        self.memory += memory
+        self.far += map(bool, far)
 
     def take(
         self, images: Numbers, workspace: Workspace, device: torch.device | None = None
@@ -47,7 +55,7 @@ class HeldImages:
             padded = self._chunks.padded[images]
             ends = np.cumsum(padded)
             piece = workspace.stage(int(ends[-1]), device or "cpu")
-            self.add(piece, images, ends - padded, far=device is not None)
+            self.add([piece], [device is not None], images, offsets=ends - padded)
 
     @property
     def marks(self) -> Marks:
@@ -64,7 +72,7 @@ class HeldImages:
 
     def _images(self, *, far: bool) -> Numbers:
         kinds = np.array([*self.far, not far], bool)  # the last is for those that are not held
-        return np.flatnonzero(kinds[self.numbers] == far)
+        return np.flatnonzero((kinds[self.numbers] == far) & (self._chunks.image_bytes > 0))
 
     def runs(self, *, far: bool) -> Runs:
         """Where images lie on devices, or in host memory, by their positions in the stream.

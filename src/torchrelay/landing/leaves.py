@@ -10,6 +10,8 @@ import torch
 from torchrelay.errors import UnsupportedLeafError
 from torchrelay.geometry.strides import contiguous_strides
 from torchrelay.record import manifest as m
+from torchrelay.record.manifest import parts
+from torchrelay.record.rows import LeafRows, Marks
 from torchrelay.state import tensors as t
 from torchrelay.state.leaves import Part, build
 from torchrelay.state.paths import Path, naming, slots
@@ -48,6 +50,15 @@ def check_records(
             # A plain value has no tensors that would be asked for.
             values = {n: make_leaf(leaves[n], path, without_bytes, 0) for n in inside}
             unflatten(node, values, path)
+
+
+def images_of(rows: LeafRows, leaves: Marks) -> Marks:
+    """Marks the images of the leaves that are marked."""
+    found: Marks = np.zeros(rows.record.images, bool)
+    found[rows.images[leaves[rows.leaves]]] = True
+    others = [part.storage for n, leaf in rows.others.items() if leaves[n] for part in parts(leaf)]
+    found[[image for image in others if image >= 0]] = True
+    return found
 
 
 def without_bytes(part: m.TensorLeaf, device: torch.device | str = "cpu") -> torch.Tensor:
