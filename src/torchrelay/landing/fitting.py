@@ -165,11 +165,15 @@ def _fitting(rows: LeafRows, there: Indices, into: PreparedDestination, here: In
 def _run_bytes(pair: Fit) -> int:
     """The bytes of a destination that is one run of memory in the order of its image; else 0."""
     part, mine, whole = pair
-    strides, here = strides_of(part), mine.stride()
-    layout = packed(part.shape, strides)
-    if whole is not None or layout is None or layout.strides != strides:
+    if whole is not None or (t.flags_of(mine) ^ part.flags) & (m.CONJ | m.NEG):
         return 0
-    if (t.flags_of(mine) ^ part.flags) & (m.CONJ | m.NEG) or not (mine.is_cpu or mine.is_cuda):
+    if not (mine.is_cpu or mine.is_cuda):
+        return 0
+    strides, here = strides_of(part), mine.stride()
+    if strides == here and mine.is_contiguous():
+        return mine.nbytes
+    layout = packed(part.shape, strides)
+    if layout is None or layout.strides != strides:
         return 0
     if any(size > 1 and strides[d] != here[d] for d, size in enumerate(part.shape)):
         return 0

@@ -161,7 +161,8 @@ class NewLeaves:
             for n, nbytes in enumerate(sizes[start:stop].tolist(), start):
                 pieces.append(memory[n] if n in memory else allocate(nbytes, device))
         numbers = np.cumsum(is_first) - 1
-        held.add(pieces, far, images, numbers, chunks.places[images] - starts[numbers])
+        offsets = chunks.places[images] - starts[numbers]
+        held.add(pieces, sizes, far, images, numbers, offsets)
 
     def _kinds_of(self, images: Numbers, alone: Marks) -> Numbers:
         """A number for the kinds of leaf and image of each storage that is one tensor; -1 where it

@@ -261,7 +261,8 @@ class StateLanding(Landing):
         if image < 0:
             return without_bytes(part, self._new.place_of_empty(part.flags))
         if not self._kept[image]:
-            self.held.add([self.held.bytes(image).clone()], [False], image)
+            clone = self.held.bytes(image).clone()
+            self.held.add([clone], [clone.nbytes], [False], image)
             self._kept[image] = True
         return self.held.part(part)
 
