@@ -15,7 +15,7 @@ from torchrelay.record.rows import LeafRows, Marks
 from torchrelay.state import tensors as t
 from torchrelay.state.leaves import Part, build
 from torchrelay.state.paths import Path, naming, slots
-from torchrelay.state.tree import has_records, records_of, unflatten
+from torchrelay.state.tree import records_of, unflatten
 
 
 def make_leaf(
@@ -35,16 +35,12 @@ def make_leaf(
             raise UnsupportedLeafError(f"cannot be rebuilt here: {fault!r}") from fault
 
 
-def check_records(
-    tree: m.Node, leaves: Sequence[m.Leaf], wanted: Container[int] | None = None
-) -> None:
+def check_records(tree: m.Node, leaves: Sequence[m.Leaf], wanted: Container[int]) -> None:
     """Make registered types that plain values are all of, to see that it works; those that have
-    one of the `wanted` leaves, if given. The others are known when their bytes are here."""
-    if not has_records(tree):
-        return
+    one of the `wanted` leaves. The others are known when their bytes are here."""
     for path, node in records_of(tree):
         inside = [index for _, index in slots(node)]
-        if wanted is not None and not any(index in wanted for index in inside):
+        if not any(index in wanted for index in inside):
             continue
         if all(isinstance(leaves[index], (m.ValueLeaf, m.SizeLeaf)) for index in inside):
             # A plain value has no tensors that would be asked for.

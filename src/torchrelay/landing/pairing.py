@@ -49,16 +49,11 @@ class Pairing:
     filled: list[Pair] = field(default_factory=list)
     missing: list[str] = field(default_factory=list)
     extra: list[str] = field(default_factory=list)
-    all_new: bool = False  # there is no destination
+    all_new: bool = False  # nothing of it is the caller's
 
     @classmethod
     def with_nothing(cls) -> Pairing:
         return cls(PreparedDestination(()), Matched([]), all_new=True)
-
-    @property
-    def likes(self) -> dict[int, torch.Tensor | None]:
-        """Of each leaf that is made for an object, the tensor that it resembles."""
-        return {one.leaf: one.like for one in reversed(self.given)}
 
 
 def paired(

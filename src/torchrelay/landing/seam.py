@@ -67,8 +67,10 @@ def land_share(
         if into is None:
             return _all_new(share.new(), options, workspace, filled)
         pairing = paired(share.tree, prepared(into), options, share.tensor_of, share.choice)
+        here = pairing.into
+        likes = {one.leaf: one.like for one in reversed(pairing.given)}
         record, pairing.matched, late = share.fitted(
-            pairing.into.flat.leaves, pairing.into.layout, pairing.matched, pairing.likes
+            here.flat.leaves, here.layout, pairing.matched, likes
         )
         compared = [image for one in share.twins for image in (one.first, one.second)]
         return StateLanding(record, pairing, options, workspace, late, compared)

@@ -1,7 +1,7 @@
-"""How every landing ends, whoever brought its bytes: one rank, several of them, or a store.
+"""The landing of a whole state, whoever brings its bytes: one rank, several of them, or a store.
 
-Objects take their new state, the caller's tensors are written, and the rest is handed over. Up to
-the first write there is a way back; after it the state is new, or said to be torn.
+In the end objects take their new state, the caller's tensors are written, and the rest is handed
+over. Up to the first write there is a way back; after it the state is new, or said to be torn.
 """
 
 from __future__ import annotations
