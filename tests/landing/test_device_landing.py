@@ -14,7 +14,8 @@ import pytest
 import torch
 
 from torchrelay.geometry.runs import Moves, copy_one_by_one, moves
-from torchrelay.landing import inplace
+from torchrelay.landing import fitting
+from torchrelay.landing.commit import ending
 from torchrelay.landing.options import LandingOptions
 from torchrelay.landing.seam import Landing, land
 from torchrelay.landing.workspace import Workspace
@@ -42,8 +43,8 @@ class ByAddress(Workspace):
 def on_device(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every tensor that is looked at counts as one on a device."""
     monkeypatch.setattr(PlainTensors, "gpus", property(lambda self: np.zeros(len(self), int)))
-    monkeypatch.setattr(inplace, "gpu_of", lambda tensor: 0)
-    monkeypatch.setattr(inplace, "device_of", lambda number: HOST)
+    monkeypatch.setattr(fitting, "gpu_of", lambda tensor: 0)
+    monkeypatch.setattr(ending, "device_of", lambda number: HOST)
 
 
 def made(seed: int, count: int = 50) -> dict[str, Any]:

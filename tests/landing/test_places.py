@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 
+import torchrelay as tr
+from torchrelay.errors import UnsupportedLeafError
 from torchrelay.landing.options import LandingOptions
 from torchrelay.landing.seam import Landing, land
 from torchrelay.plan.snapshot import capture
@@ -50,3 +53,26 @@ def test_other_strides_wait_for_the_commit_and_the_same_do_not() -> None:
         assert landing.torn is at_once and torch.equal(mine, source) is at_once
         landing.commit()
         assert torch.equal(mine, source)
+
+
+class Sealed:
+    """It travels, and does not open again."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.tensor = tensor
+
+
+tr.register(Sealed, encode=lambda one: [one.tensor], decode=lambda body: Sealed(body["tensor"]))
+
+
+def test_a_missing_type_that_cannot_be_made_is_found_before_anything_is_written() -> None:
+    snapshot, into = capture({"w": torch.ones(8), "sealed": Sealed(torch.ones(8))}), torch.zeros(8)
+    options = LandingOptions(strict=False, make_missing=True)
+    landing = land(snapshot.record, {"w": into}, options)
+    for chunk, size in enumerate(landing.chunks.sizes):
+        data = torch.empty(size, dtype=torch.uint8)
+        snapshot.read(chunk, data)
+        landing.write(chunk, data)
+    with pytest.raises(UnsupportedLeafError, match="cannot be rebuilt"):
+        landing.commit()
+    assert not into.any()

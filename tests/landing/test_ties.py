@@ -43,3 +43,15 @@ def test_columns_of_a_matrix_are_apart_and_those_that_overlap_are_not() -> None:
     assert torch.equal(matrix, torch.cat([state["a"], state["b"].t()], 1))
     with pytest.raises(MismatchError, match="shares memory"):
         trip(state, into={"a": matrix[:, 1:4], "b": matrix[:, 3:].t()})
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_a_tensor_and_its_transpose_take_one_value_alone(device: str) -> None:
+    if device == "cuda" and not torch.cuda.is_available():
+        pytest.skip("no GPU here")
+    mine = torch.zeros(4, 4, device=device)
+    with pytest.raises(MismatchError, match="shares memory"):
+        trip({"a": torch.ones(4, 4), "b": torch.zeros(4, 4)}, into={"a": mine, "b": mine.t()})
+    same = torch.arange(16.0).view(4, 4)
+    trip({"a": same, "b": same.t()}, into={"a": mine, "b": mine.t()})
+    assert torch.equal(mine.cpu(), same)

@@ -15,9 +15,10 @@ from tests.support.rounds import rounds
 from tests.support.states import assert_same
 from tests.support.trips import trip
 from torchrelay.errors import UnsupportedLeafError
-from torchrelay.landing.destination import PreparedDestination, split
+from torchrelay.landing.destination import PreparedDestination
+from torchrelay.landing.fitting import split
 from torchrelay.landing.options import LandingOptions
-from torchrelay.landing.pairing import Pairing
+from torchrelay.landing.pairing import paired
 from torchrelay.landing.seam import land
 from torchrelay.plan.snapshot import Snapshot, capture
 from torchrelay.record import manifest as m
@@ -215,9 +216,7 @@ def one_by_one(
                 pieces.append((at, address, kind.nbytes, leaf.storage, here))
                 continue
         rest.append(pair)
-    pieces = sorted(set(pieces))
-    tied = len({piece[4] for piece in pieces}) < len(pieces)
-    return ([], pairs) if tied else (pieces, rest)
+    return sorted(set(pieces)), rest
 
 
 @given(st.lists(st.sampled_from(sorted(MUTATIONS)), max_size=3), st.booleans())
@@ -227,10 +226,10 @@ def test_columns_are_split_as_leaves_one_by_one(names: list[str], offer: bool) -
     snapshot, destination = capture(source), PreparedDestination(into)
     rows = LeafRows(snapshot.record)
     options = LandingOptions(strict=False)
-    matched = Pairing(rows.tree, destination, options, lambda leaf: None).matched
+    matched = paired(rows.tree, destination, options, lambda leaf: None).matched
     pieces, rest = one_by_one(matched.pairs, rows, destination, snapshot.chunks)
     for pairs in (matched, Matched(matched.pairs)):
-        straight, left = split(pairs, rows, destination.layout, snapshot.chunks)
+        straight, left = split(pairs, rows, destination, snapshot.chunks)
         columns = [column.tolist() for column in straight[:5]]
         assert sorted(zip(*columns, strict=True)) == pieces
         assert columns[0] == sorted(columns[0])

@@ -3,6 +3,7 @@ is going to keep."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -27,16 +28,27 @@ class HeldImages:
     def __init__(self, chunks: Chunks) -> None:
         self._chunks = chunks
         self.memory: list[torch.Tensor] = []
-        self.far: list[bool] = []
+        self.far: Marks = np.zeros(0, bool)
+        self._sizes: Column = np.zeros(0, np.uint64)
         self._bases: Column = np.zeros(0, np.uint64)
         self.numbers: Numbers = np.full(len(chunks.image_bytes), _NOWHERE, np.int64)
         self.offsets: Column = np.zeros(len(chunks.image_bytes), np.uint64)
 
-    def add(self, memory: torch.Tensor, images: Any, offsets: Any = 0, *, far: bool) -> None:
-        """Have images in a piece of memory from now on."""
-        self.numbers[images], self.offsets[images] = len(self.memory), offsets
-        self.memory.append(memory)
-        self.far.append(far)
+    def add(
+        self,
+        memory: Sequence[torch.Tensor],
+        sizes: Sequence[int] | Numbers,
+        far: Sequence[bool] | Marks,
+        images: Any,
+        numbers: Any = 0,
+        offsets: Any = 0,
+    ) -> None:
+        """Have images in new pieces of memory, with the bytes of each, from now on. `numbers` and
+        `offsets` say where each image lies in them."""
+        self.numbers[images], self.offsets[images] = len(self.memory) + numbers, offsets
+        self.memory += memory
+        self._sizes = np.append(self._sizes, np.array(sizes, np.uint64))
+        self.far = np.append(self.far, far)
 
     def take(
         self, images: Numbers, workspace: Workspace, device: torch.device | None = None
@@ -47,7 +59,8 @@ class HeldImages:
             padded = self._chunks.padded[images]
             ends = np.cumsum(padded)
             piece = workspace.stage(int(ends[-1]), device or "cpu")
-            self.add(piece, images, ends - padded, far=device is not None)
+            far = [device is not None]
+            self.add([piece], [int(ends[-1])], far, images, offsets=ends - padded)
 
     @property
     def marks(self) -> Marks:
@@ -63,8 +76,8 @@ class HeldImages:
         return found
 
     def _images(self, *, far: bool) -> Numbers:
-        kinds = np.array([*self.far, not far], bool)  # the last is for those that are not held
-        return np.flatnonzero(kinds[self.numbers] == far)
+        kinds = np.append(self.far, not far)  # the last is for those that are not held
+        return np.flatnonzero((kinds[self.numbers] == far) & (self._chunks.image_bytes > 0))
 
     def runs(self, *, far: bool) -> Runs:
         """Where images lie on devices, or in host memory, by their positions in the stream.
@@ -74,8 +87,7 @@ class HeldImages:
         images, chunks = self._images(far=far), self._chunks
         sizes = chunks.image_bytes[images].astype(np.uint64)
         if not far:  # with padding, which no device is sent
-            ends = np.array([memory.nbytes for memory in self.memory], np.uint64)
-            room = ends[self.numbers[images]] - self.offsets[images]
+            room = self._sizes[self.numbers[images]] - self.offsets[images]
             sizes = np.minimum(chunks.padded[images], room)
         return Runs(chunks.places[images], self.addresses(images), sizes)
 

@@ -10,10 +10,12 @@ import torch
 from torchrelay.errors import UnsupportedLeafError
 from torchrelay.geometry.strides import contiguous_strides
 from torchrelay.record import manifest as m
+from torchrelay.record.manifest import parts
+from torchrelay.record.rows import LeafRows, Marks
 from torchrelay.state import tensors as t
 from torchrelay.state.leaves import Part, build
 from torchrelay.state.paths import Path, naming, slots
-from torchrelay.state.tree import has_records, records_of, unflatten
+from torchrelay.state.tree import records_of, unflatten
 
 
 def make_leaf(
@@ -33,21 +35,26 @@ def make_leaf(
             raise UnsupportedLeafError(f"cannot be rebuilt here: {fault!r}") from fault
 
 
-def check_records(
-    tree: m.Node, leaves: Sequence[m.Leaf], wanted: Container[int] | None = None
-) -> None:
+def check_records(tree: m.Node, leaves: Sequence[m.Leaf], wanted: Container[int]) -> None:
     """Make registered types that plain values are all of, to see that it works; those that have
-    one of the `wanted` leaves, if given. The others are known when their bytes are here."""
-    if not has_records(tree):
-        return
+    one of the `wanted` leaves. The others are known when their bytes are here."""
     for path, node in records_of(tree):
         inside = [index for _, index in slots(node)]
-        if wanted is not None and not any(index in wanted for index in inside):
+        if not any(index in wanted for index in inside):
             continue
         if all(isinstance(leaves[index], (m.ValueLeaf, m.SizeLeaf)) for index in inside):
             # A plain value has no tensors that would be asked for.
             values = {n: make_leaf(leaves[n], path, without_bytes, 0) for n in inside}
             unflatten(node, values, path)
+
+
+def images_of(rows: LeafRows, leaves: Marks) -> Marks:
+    """Marks the images of the leaves that are marked."""
+    found: Marks = np.zeros(rows.record.images, bool)
+    found[rows.images[leaves[rows.leaves]]] = True
+    others = [part.storage for n, leaf in rows.others.items() if leaves[n] for part in parts(leaf)]
+    found[[image for image in others if image >= 0]] = True
+    return found
 
 
 def without_bytes(part: m.TensorLeaf, device: torch.device | str = "cpu") -> torch.Tensor:

@@ -3,20 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
 from msgspec.structs import replace
 
 from torchrelay.errors import MismatchError
-from torchrelay.landing.destination import Pair, PreparedDestination
-from torchrelay.landing.missing import GivenLeaf
+from torchrelay.landing.destination import PreparedDestination
+from torchrelay.landing.new_leaves import GivenLeaf
 from torchrelay.landing.options import LandingOptions
 from torchrelay.plan.selection import Selection
 from torchrelay.record import manifest as m
 from torchrelay.state import tensors as t
 from torchrelay.state.hints import with_hints
-from torchrelay.state.matching import Comparison, Matched, ends_of, listed, refuse_differences
+from torchrelay.state.matching import (
+    Comparison,
+    Matched,
+    Pair,
+    ends_of,
+    listed,
+    refuse_differences,
+)
 from torchrelay.state.objects import InPlaceObject, Objects, OfferedTensor
 from torchrelay.state.optimizers import check_kind, parameter_of, parameters_of
 from torchrelay.state.paths import Path, key_of, text_of
@@ -27,100 +35,113 @@ Branches = dict[Path, m.Node]  # by object, its offered state
 TensorOf = Callable[[int], OfferedTensor | None]  # of an offered leaf
 
 
+@dataclass
 class Pairing:
     """`matched` pairs leaves. `branches` has what is offered for each object that is given its
-    state: of these, `given` leaves are made, and `filled` ones written in place, by leaf offered.
+    state: of these, `given` leaves are made, and the pairs in `filled` are written in place.
+    `missing` and `extra` are paths that one side alone has.
     """
 
-    def __init__(
-        self,
-        tree: m.Node,
-        into: PreparedDestination,
-        options: LandingOptions,
-        tensor_of: TensorOf,
-        choice: Selection | None = None,
-    ) -> None:
-        self.into, strict, choice = into, options.strict, choice or Selection()
-        checked = _checked_in_place(tree, into.objects, tensor_of, choice, strict=strict)
-        self.branches: Branches = {}
-        self.missing: list[str] = []  # paths that one side alone has
-        self.extra: list[str] = []
-        with with_hints(checked, into.flat.tree):
-            roots = [path for path, held in into.objects.items() if not held.in_place]
-            if checked is tree and not roots and choice.plain and tree == into.flat.tree:
-                self.matched = Matched([], into.flat.tree)
-            else:
-                modules = [path for path, held in into.objects.items() if held.in_place]
-                checked = without_wrappers(checked, into.flat.tree, modules)
-                self._match(checked, roots, choice, strict=strict)
-        for path, branch in self.branches.items() if strict else ():
-            optimizer = into.objects[path].object
-            if isinstance(optimizer, torch.optim.Optimizer):
-                check_kind(optimizer, branch, path)
-        pairs, self.given = self._for_objects(options)
-        self.filled = {index: into.flat.leaves[here] for index, _, here in pairs}
-        if pairs:
-            self.matched = Matched([*self.matched.pairs, *pairs])
+    into: PreparedDestination
+    matched: Matched
+    branches: Branches = field(default_factory=dict)
+    given: list[GivenLeaf] = field(default_factory=list)
+    filled: list[Pair] = field(default_factory=list)
+    missing: list[str] = field(default_factory=list)
+    extra: list[str] = field(default_factory=list)
+    all_new: bool = False  # nothing of it is the caller's
 
-    def _match(
-        self, offered: m.Node, roots: Sequence[Path], choice: Selection, *, strict: bool
-    ) -> None:
-        """Find the slots that both trees have and `choice` takes, and the offered state of the
-        objects at `roots`, whose slots are not paired. With `strict`, the two differ in nothing
-        that is chosen."""
-        branches = _branches(offered, roots, choice)
-        stubs = {path: -1 - number for number, path in enumerate(roots)}
-        found = Comparison(grafted(offered, stubs), grafted(self.into.flat.tree, stubs))
-        if strict:
-            kinds = found.kinds
-            if choice.guessed:  # planners take tuples of tensors for lists
-                alike = ("a list", "a tuple")
-                kinds = [kind for kind in kinds if (kind.offered, kind.here) != alike]
-            refuse_differences(
-                _missing(found, branches, choice) if choice.exact else (),
-                _extra(found, branches, choice),
-                () if choice.patterns else kinds,
-            )
-        self.matched = Matched(
-            [pair for pair in found.pairs if pair[0] >= 0 and choice.takes(pair[1])]
+    @classmethod
+    def with_nothing(cls) -> Pairing:
+        return cls(PreparedDestination(()), Matched([]), all_new=True)
+
+
+def paired(
+    tree: m.Node,
+    into: PreparedDestination,
+    options: LandingOptions,
+    tensor_of: TensorOf,
+    choice: Selection | None = None,
+) -> Pairing:
+    """Pair the leaves of an offered tree, those that `choice` takes, with a destination.
+    `MismatchError` where the two differ in more than the options allow."""
+    strict, choice = options.strict, choice or Selection()
+    checked = _checked_in_place(tree, into.objects, tensor_of, choice, strict=strict)
+    with with_hints(checked, into.flat.tree):
+        roots = [path for path, held in into.objects.items() if not held.in_place]
+        if checked is tree and not roots and choice.plain and tree == into.flat.tree:
+            return Pairing(into, Matched([], into.flat.tree))
+        modules = [path for path, held in into.objects.items() if held.in_place]
+        checked = without_wrappers(checked, into.flat.tree, modules)
+        pairing = _matched(checked, into, roots, choice, strict=strict)
+    for path, branch in pairing.branches.items():
+        optimizer = into.objects[path].object
+        if strict and isinstance(optimizer, torch.optim.Optimizer):
+            check_kind(optimizer, branch, path)
+    _add_objects(pairing, options)
+    return pairing
+
+
+def _matched(
+    offered: m.Node,
+    into: PreparedDestination,
+    roots: Sequence[Path],
+    choice: Selection,
+    *,
+    strict: bool,
+) -> Pairing:
+    """Find the slots that both trees have and `choice` takes, and the offered state of the objects
+    at `roots`, whose slots are not paired. With `strict`, the two differ in nothing that is
+    chosen."""
+    branches = _branches(offered, roots, choice)
+    stubs = {path: -1 - number for number, path in enumerate(roots)}
+    found = Comparison(grafted(offered, stubs), grafted(into.flat.tree, stubs))
+    if strict:
+        kinds = found.kinds
+        if choice.guessed:  # planners take tuples of tensors for lists
+            alike = ("a list", "a tuple")
+            kinds = [kind for kind in kinds if (kind.offered, kind.here) != alike]
+        refuse_differences(
+            _missing(found, branches, choice) if choice.exact else (),
+            _extra(found, branches, choice),
+            () if choice.patterns else kinds,
         )
-        self.missing = listed(_missing(found, branches, choice))
-        self.extra = listed(_extra(found, branches, choice))
-        paired = {path for index, path, _ in found.pairs if index < 0}
-        self.branches = {path: branches[path] for path in branches if path in paired}
+    pairs = [pair for pair in found.pairs if pair[0] >= 0 and choice.takes(pair[1])]
+    roots_there = {path for index, path, _ in found.pairs if index < 0}
+    return Pairing(
+        into,
+        Matched(pairs),
+        {path: branches[path] for path in branches if path in roots_there},
+        missing=listed(_missing(found, branches, choice)),
+        extra=listed(_extra(found, branches, choice)),
+    )
 
-    def _for_objects(self, options: LandingOptions) -> tuple[list[Pair], list[GivenLeaf]]:
-        """What objects get: pairs that are filled in where they have them, as a ShardedTensor is
-        always and any other unless `atomic`, and what is made for them."""
-        into = self.into
-        here = dict(slots(into.flat.tree)) if self.branches else {}
-        leaves = into.flat.leaves
-        pairs: list[Pair] = []
-        given: list[GivenLeaf] = []
-        for root, branch in self.branches.items():
-            held = into.objects[root]
-            parameters = parameters_of(held.object)
-            for below, index in slots(branch):
-                path = (*root, *below)
-                mine = leaves[here[path]] if path in here else None
-                if isinstance(mine, t.ShardedTensor) or (
-                    not options.atomic
-                    and not held.in_module
-                    and isinstance(mine, (torch.Tensor, np.ndarray))
-                ):
-                    pairs.append((index, path, here[path]))
-                elif isinstance(mine, torch.Tensor):
-                    fits = isinstance(held.object, torch.optim.Optimizer)
-                    given.append(GivenLeaf(index, path, mine, fits))
-                else:
-                    parameter = parameter_of(parameters, below)
-                    given.append(GivenLeaf(index, path, parameter, fits=False))
-        return pairs, given
 
-    @property
-    def likes(self) -> dict[int, torch.Tensor | None]:
-        """Of each leaf that is made for an object, the tensor that it resembles."""
-        return {one.leaf: one.like for one in reversed(self.given)}
+def _add_objects(pairing: Pairing, options: LandingOptions) -> None:
+    """Add what objects get: pairs that are filled in where they have them, as a ShardedTensor is
+    always and any other unless `atomic`, and what is made for them."""
+    into, leaves = pairing.into, pairing.into.flat.leaves
+    here = dict(slots(into.flat.tree)) if pairing.branches else {}
+    for root, branch in pairing.branches.items():
+        held = into.objects[root]
+        parameters = parameters_of(held.object)
+        for below, index in slots(branch):
+            path = (*root, *below)
+            mine = leaves[here[path]] if path in here else None
+            if isinstance(mine, t.ShardedTensor) or (
+                not options.atomic
+                and not held.in_module
+                and isinstance(mine, (torch.Tensor, np.ndarray))
+            ):
+                pairing.filled.append((index, path, here[path]))
+            elif isinstance(mine, torch.Tensor):
+                fits = isinstance(held.object, torch.optim.Optimizer)
+                pairing.given.append(GivenLeaf(index, path, mine, fits))
+            else:
+                parameter = parameter_of(parameters, below)
+                pairing.given.append(GivenLeaf(index, path, parameter, fits=False))
+    if pairing.filled:
+        pairing.matched = Matched([*pairing.matched.pairs, *pairing.filled])
 
 
 def _missing(

@@ -1,19 +1,20 @@
 """Landing: the only code that writes into a caller's tensors.
 
 Chunks come in any order, each once, by `write`, or a transport writes them itself to `places`.
-`commit` ends the receive and returns the state. Three landings share that seam: new tensors
-(`fresh`), the caller's tensors all at once after everything has arrived (weights are old or new),
-and the caller's tensors as the bytes come in (least memory; both `inplace`).
+`commit` ends the receive and returns the state. Bytes go to new tensors, to the caller's all at
+once after everything has arrived (weights are old or new), or to those as they come in (least
+memory).
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from torchrelay.landing.commit.ending import StateLanding
 from torchrelay.landing.destination import PreparedDestination
-from torchrelay.landing.fresh import Filled, NewTensors
-from torchrelay.landing.inplace import ExistingTensors
+from torchrelay.landing.new_leaves import Filled
 from torchrelay.landing.options import LandingOptions
-from torchrelay.landing.pairing import Pairing
+from torchrelay.landing.pairing import Pairing, paired
 from torchrelay.landing.places import Landing
 from torchrelay.landing.workspace import Workspace
 from torchrelay.pause import gc_paused
@@ -41,15 +42,15 @@ def land(
     options, workspace = options or LandingOptions(), workspace or Workspace()
     with gc_paused():
         if into is None:
-            return NewTensors(record, options, workspace)
+            return _all_new(record, options, workspace)
         rows = LeafRows(record)
 
         def offered(leaf: int) -> OfferedTensor | None:
             found = tensor_of(rows[leaf])
             return None if found is None else OfferedTensor(*found, in_boxes=False)
 
-        pairing = Pairing(rows.tree, prepared(into), options, offered)
-        return ExistingTensors(record, pairing, options, workspace)
+        pairing = paired(rows.tree, prepared(into), options, offered)
+        return StateLanding(record, pairing, options, workspace)
 
 
 def land_share(
@@ -64,13 +65,23 @@ def land_share(
     workspace = workspace or Workspace()
     with gc_paused():
         if into is None:
-            return NewTensors(share.new(), options, workspace, filled)
-        pairing = Pairing(share.tree, prepared(into), options, share.tensor_of, share.choice)
+            return _all_new(share.new(), options, workspace, filled)
+        pairing = paired(share.tree, prepared(into), options, share.tensor_of, share.choice)
+        here = pairing.into
+        likes = {one.leaf: one.like for one in reversed(pairing.given)}
         record, pairing.matched, late = share.fitted(
-            pairing.into.flat.leaves, pairing.into.layout, pairing.matched, pairing.likes
+            here.flat.leaves, here.layout, pairing.matched, likes
         )
-        compared = {image for one in share.twins for image in (one.first, one.second)}
-        return ExistingTensors(record, pairing, options, workspace, late, compared)
+        compared = [image for one in share.twins for image in (one.first, one.second)]
+        return StateLanding(record, pairing, options, workspace, late, compared)
+
+
+def _all_new(
+    record: Record, options: LandingOptions, workspace: Workspace, filled: Filled | None = None
+) -> StateLanding:
+    """A landing without a destination: it lacks everything."""
+    options = replace(options, make_missing=True)
+    return StateLanding(record, Pairing.with_nothing(), options, workspace, filled=filled)
 
 
 def prepared(into: object) -> PreparedDestination:

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
 from math import gcd, prod
 from typing import NamedTuple
 
 import numpy as np
-import torch
 
 from torchrelay.errors import MismatchError
 from torchrelay.geometry.boxes import Box, Comparisons
 from torchrelay.geometry.chunks import Chunks
 from torchrelay.geometry.strides import contiguous_strides, extent, overlapping, packed
 from torchrelay.landing.checks.fit import ArrayFit, Fit, Found
+from torchrelay.landing.straight import Straight
+from torchrelay.plan.images import reaching
 from torchrelay.record import manifest as m
 from torchrelay.state import tensors as t
 from torchrelay.state.paths import Path
@@ -48,38 +49,46 @@ class _Claim(NamedTuple):
         return self.strides == self.source_strides and not self.flags
 
 
-def check_ties(fits: Sequence[Found], chunks: Chunks) -> None:
-    """Raise `MismatchError` where a byte of the destinations would have to hold two values."""
-    found: dict[object, tuple[list[int], list[tuple[int, int]]]] = {}
-    for index, (pair, path, *_) in enumerate(fits):
+def check_ties(
+    plain: Straight, fits: Sequence[Found], chunks: Chunks, path_of: Callable[[int], Path]
+) -> None:
+    """Raise `MismatchError` where a byte of the destinations would have to hold two values.
+
+    `plain` has those that are one run of memory; two of them share some only if they are one
+    leaf, whose path is asked for.
+    """
+    if not fits and np.bincount(plain.leaf, minlength=1).max() < 2:
+        return
+    claims = [_claim(pair, chunks) for pair, *_ in fits]
+    spaces: dict[object, list[int]] = {None: []}  # host and GPUs have one address space
+    for number, (claim, (pair, path, _)) in enumerate(zip(claims, fits, strict=True)):
+        if claim.overlaps_itself and not claim.straight:
+            _check([(claim, path)])
         mine = pair.destination
-        device: object = "cpu"
-        if isinstance(mine, torch.Tensor) and not mine.is_cpu:
-            device = mine.device
-        if isinstance(mine, torch.Tensor) and mine.is_contiguous():
-            low = mine.data_ptr()
-            high = low + mine.nbytes
-        else:
-            claim = _claim(pair, chunks)
-            low, high = claim.address, claim.end
-            if claim.overlaps_itself and not claim.straight:
-                _check([(claim, path)])
-        indices, spans = found.setdefault(device, ([], []))
-        indices.append(index)
-        spans.append((low, high))
-    for indices, spans in found.values():
+        near = isinstance(mine, np.ndarray) or mine.is_cpu or mine.is_cuda
+        spaces.setdefault(None if near else mine.device, []).append(number)
+    for space, numbers in spaces.items():
+        rows = plain if space is None else plain.some(np.zeros(0, np.intp))
+        spans = [(claims[number].address, claims[number].end) for number in numbers]
+        lows, highs = np.array(spans, np.uint64).reshape(-1, 2).T
+        lows = np.concatenate([rows.address, lows])
+        highs = np.concatenate([rows.address + rows.nbytes, highs])
+        meeting = np.flatnonzero(reaching(lows, highs))
+        spans = list(zip(lows[meeting].tolist(), highs[meeting].tolist(), strict=True))
         for group in overlapping(spans):
-            if len(group) > 1:
-                members = [fits[indices[i]] for i in group]
-                _check([(_claim(pair, chunks), path) for pair, path, *_ in members])
+            members = []
+            for at in meeting[group].tolist():
+                if at < len(rows.leaf):
+                    members.append((_plain_claim(rows, at), path_of(int(rows.leaf[at]))))
+                else:
+                    number = numbers[at - len(rows.leaf)]
+                    members.append((claims[number], fits[number].path))
+            _check(members)
 
 
-def host_spans(fits: Sequence[Found], chunks: Chunks) -> Iterator[tuple[int, int]]:
-    """Addresses [low, high) of each destination in host memory."""
-    for pair, *_ in fits:
-        if isinstance(pair, ArrayFit) or pair.destination.is_cpu:
-            claim = _claim(pair, chunks)
-            yield claim.address, claim.end
+def _plain_claim(rows: Straight, row: int) -> _Claim:
+    address, nbytes, at = (int(column[row]) for column in (rows.address, rows.nbytes, rows.at))
+    return _Claim(address, (nbytes,), (1,), at, (1,), flags=0)
 
 
 def _claim(pair: Fit | ArrayFit, chunks: Chunks) -> _Claim:

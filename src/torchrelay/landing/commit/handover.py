@@ -19,9 +19,11 @@ import numpy as np
 import torch
 
 from torchrelay.errors import MismatchError, TornStateError
-from torchrelay.landing.destination import Pair, PreparedDestination
+from torchrelay.landing.destination import PreparedDestination
+from torchrelay.landing.pairing import Pairing
 from torchrelay.record import manifest as m
 from torchrelay.state import tensors as t
+from torchrelay.state.matching import Pair
 from torchrelay.state.objects import StatefulObject
 from torchrelay.state.paths import Path
 from torchrelay.state.tree import flatten, has_records, show, slots, subtree, unflatten
@@ -30,42 +32,38 @@ from torchrelay.state.tree import flatten, has_records, show, slots, subtree, un
 class Handover:
     """Of an offered `tree` to a destination.
 
-    `branches` has the offered state of each object that takes a new one: `before` the caller's
-    tensors are written, or after, where some of them are filled in place. `inside` has the pairs
-    (leaf offered, path, leaf here) that registered types are made of: these are decoded twice, of
-    the new bytes to see that it works, and around the caller's own tensors when they are written.
+    Objects take their states, whose `leaves` are by leaf offered, `before` the caller's tensors are
+    written; or after, where some of them are filled in place. `values` are new plain ones by leaf
+    here. `inside` has the pairs that registered types are made of: these are decoded twice, of the
+    `trial` leaves to see that it works, and around the caller's own tensors when they are written.
     """
 
     def __init__(
         self,
-        into: PreparedDestination,
+        pairing: Pairing,
         tree: m.Node,
-        branches: Mapping[Path, m.Node],
+        values: Mapping[int, object],
+        leaves: Sequence[object],
         inside: Sequence[Pair],
+        trial: Mapping[int, object],
         *,
         before: bool,
     ) -> None:
-        self._into, self._objects = into, into.objects
-        self._branches, self._before, self._inside = branches, before, inside
+        self._before = before
+        self._pairing, self._inside, self._values, self._leaves = pairing, inside, values, leaves
+        self._objects = pairing.into.objects
         self._old: dict[Path, _Old] = {}  # of objects that have been given another state
         self._modules = [
             path
-            for path, held in into.objects.items()
+            for path, held in self._objects.items()
             if held.in_place and subtree(tree, path) is not None
         ]
-
-    def make(
-        self,
-        values: Mapping[int, object],
-        leaves: Mapping[int, object],
-        inside: Mapping[int, object],
-    ) -> None:
-        """`values` are new plain ones by leaf here, `leaves` those of objects by leaf offered.
-        `inside` takes the place of the caller's tensors in registered types, by leaf offered."""
-        self._values, self._leaves = values, leaves
-        trial = {here: inside[index] for index, _, here in self._inside}
-        self._renewal = self._renewed({**trial, **values})
-        self._news = self._new_states({**leaves, **inside})
+        tried = {here: trial[index] for index, _, here in inside}
+        self._renewal = self._renewed({**tried, **values})
+        new = [*leaves]
+        for index, leaf in trial.items():
+            new[index] = leaf
+        self._news = self._new_states(new)
 
     def give(self, *, written: bool = False) -> None:
         """`MismatchError` where an object refuses; then all of them have their old state.
@@ -151,10 +149,11 @@ class Handover:
         return [path for path in self._news if self._objects[path].in_module]
 
     def _renewed(self, new: Mapping[int, object]) -> _Renewal:
-        return _Renewal(self._into, new, {here for _, _, here in self._inside})
+        return _Renewal(self._pairing.into, new, {here for _, _, here in self._inside})
 
-    def _new_states(self, leaves: Mapping[int, object]) -> dict[Path, object]:
-        return {path: unflatten(branch, leaves) for path, branch in self._branches.items()}
+    def _new_states(self, leaves: Sequence[object]) -> dict[Path, object]:
+        branches = self._pairing.branches
+        return {path: unflatten(branch, leaves) for path, branch in branches.items()}
 
 
 class _Old:
