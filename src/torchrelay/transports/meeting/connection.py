@@ -13,7 +13,7 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from torchrelay.errors import RemoteProtocolError
@@ -86,15 +86,6 @@ class Inbox:
         if isinstance(event, MessageHeard):
             event.connection.taken(event)
         return event
-
-    def take(self, seconds: float) -> Iterator[object]:
-        """The next event, and those that are there with it; none if none comes in time."""
-        event = self.get(seconds)
-        left = len(self._events)
-        while event is not None:
-            yield event
-            event = self.get(0.0) if left else None
-            left -= 1
 
     def drain(self) -> list[object]:
         """The events that are here now, without those that handling them may add."""
