@@ -38,7 +38,7 @@ class End:
         self.there.settimeout(SOON)
         self.inbox = Inbox()
         self.connection = Connection(ours, listener_here().loop, 1, self.inbox.put)
-        listener_here().run(self.connection.start)
+        listener_here().run(self.connection.update)
         self._reader = FrameReader()
         self._heard: list[m.Message] = []
 

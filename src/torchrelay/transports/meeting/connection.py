@@ -137,15 +137,25 @@ class Connection:
         """Whether this side has closed it, or knows that the other has."""
         return self._closed or self._closing
 
-    def start(self) -> None:
-        """Read from now on, or from when there is space for more. In the I/O thread."""
-        if self.closed:
+    def update(self) -> None:
+        """Wait from now on for what is of use: messages, if there is space for more, and the peer
+        to take those that are in the way. In the I/O thread."""
+        loop, fd = self._loop, self._sock.fileno()
+        if self._closed or (self._closing and not self._backlog):
+            self._end()
             return
-        if self._is_full:
-            self._loop.remove_reader(self._sock.fileno())
-            self._loop.call_later(UNHEARD_SECONDS, self.start)
+        if self._backlog:
+            loop.add_writer(fd, self._writable)
         else:
-            self._loop.add_reader(self._sock.fileno(), self._readable)
+            loop.remove_writer(fd)
+        if self._closing or self._is_full:
+            loop.remove_reader(fd)
+        else:
+            loop.add_reader(fd, self._readable)
+        if self._closing:
+            loop.call_later(PARTING_SECONDS, self._end)
+        elif self._is_full:
+            loop.call_later(UNHEARD_SECONDS, self.update)
 
     def send(self, message: Message) -> None:
         """Send a message. Does not block; a lost connection is an event."""
@@ -158,7 +168,7 @@ class Connection:
             if self._unsent == 1:
                 self._flush()
                 if self._backlog:
-                    self._in_loop(self._want_to_write)
+                    self._in_loop(self.update)
             elif self._unsent > UNSENT:
                 self._in_loop(self._lose, "it does not take its messages")
 
@@ -179,7 +189,7 @@ class Connection:
         """Close it, once what was sent has left. Any thread may."""
         with self._lock:
             self._closing = True
-        self._in_loop(self._close_when_sent)
+        self._in_loop(self.update)
 
     def taken(self, event: MessageHeard) -> None:
         """The call has got a message: more may come."""
@@ -213,7 +223,7 @@ class Connection:
         except RemoteProtocolError as fault:
             self._lose(fault.message)
         if self._is_full:
-            self.start()
+            self.update()
 
     def _heard(self, message: Message, nbytes: int) -> None:
         if isinstance(message, Ping):
@@ -223,27 +233,11 @@ class Connection:
             self._came += counted
             self.deliver(MessageHeard(self, message, counted))
 
-    def _want_to_write(self) -> None:
-        if not self._closed:
-            self._loop.add_writer(self._sock.fileno(), self._writable)
-
     def _writable(self) -> None:
         with self._lock:
             self._flush()
-            if self._backlog:
-                return
-        self._loop.remove_writer(self._sock.fileno())
-        if self._closing:
-            self._end()
-
-    def _close_when_sent(self) -> None:
-        if self._closed:
-            return
-        self._loop.remove_reader(self._sock.fileno())
-        if self._backlog:
-            self._loop.call_later(PARTING_SECONDS, self._end)
-        else:
-            self._end()
+        if not self._backlog:
+            self.update()
 
     def _lose(self, reason: str) -> None:
         if not self._closed:

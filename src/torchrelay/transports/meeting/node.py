@@ -74,7 +74,7 @@ class Node:
         """A control connection to a sender, whose messages come to the inbox."""
         sock, identity = call_rank(self.directory, rank, me, deadline)
         connection = Connection(sock, self._loop, rank, inbox.put, identity)
-        self._listener.run(connection.start)
+        self._listener.run(connection.update)
         return connection
 
     @contextlib.contextmanager
@@ -115,7 +115,7 @@ class Node:
     def _called(self, rank: int, sock: socket.socket) -> None:
         first = self._first
         connection = Connection(sock, self._loop, rank, first)
-        connection.start()
+        connection.update()
 
         def close_without_join() -> None:
             if connection.deliver is first:

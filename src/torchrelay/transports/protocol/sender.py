@@ -86,19 +86,17 @@ class Sending:
             with self._watch("capture"):
                 self.snapshot = describe()
                 self._record = self.snapshot.encoded()
-        except BaseException as fault:
-            self._excuse(fault)
-            raise
-        self._outgoing = Outgoing(self.snapshot, self._member, self._options.verify)
-        try:
+            self._outgoing = Outgoing(self.snapshot, self._member, self._options.verify)
             with self._watch("join"):
                 while self._machine.joining:
                     self._step()
             with self._watch("data"):
                 while not self._machine.over:
                     self._step()
-        except BaseException as cause:
-            self._machine.abort(f"the sender gave up: {cause}")
+        except BaseException as fault:
+            if not hasattr(self, "_outgoing"):
+                self._excuse(fault)
+            self._machine.abort(f"the sender gave up: {fault}")
             raise
         finally:
             self._close()
