@@ -130,32 +130,27 @@ class Connection:
         self._backlog = bytearray()
         self._unsent = 0  # messages in it
         self._came = self._taken = 0  # bytes of messages; each has one thread that adds to it
-        self._closing = self._closed = False
-
-    @property
-    def closed(self) -> bool:
-        """Whether this side has closed it, or knows that the other has."""
-        return self._closed or self._closing
+        self.closed = False  # by this side, or this side knows that the other has
 
     def update(self) -> None:
         """Wait from now on for what is of use: messages, if there is space for more, and the peer
         to take those that are in the way. In the I/O thread."""
         loop, fd = self._loop, self._sock.fileno()
-        if self._closed or (self._closing and not self._backlog):
+        if fd < 0 or (self.closed and not self._backlog):
             self._end()
             return
         if self._backlog:
             loop.add_writer(fd, self._writable)
         else:
             loop.remove_writer(fd)
-        if self._closing or self._is_full:
+        if self.closed:
             loop.remove_reader(fd)
-        else:
-            loop.add_reader(fd, self._readable)
-        if self._closing:
             loop.call_later(PARTING_SECONDS, self._end)
         elif self._is_full:
+            loop.remove_reader(fd)
             loop.call_later(UNHEARD_SECONDS, self.update)
+        else:
+            loop.add_reader(fd, self._readable)
 
     def send(self, message: Message) -> None:
         """Send a message. Does not block; a lost connection is an event."""
@@ -188,7 +183,7 @@ class Connection:
     def close(self) -> None:
         """Close it, once what was sent has left. Any thread may."""
         with self._lock:
-            self._closing = True
+            self.closed = True
         self._in_loop(self.update)
 
     def taken(self, event: MessageHeard) -> None:
@@ -208,20 +203,15 @@ class Connection:
     def _readable(self) -> None:
         try:
             data = self._sock.recv(RECV_BYTES)
-        except BlockingIOError:
-            return
-        except OSError as fault:
-            self._lose(str(fault))
-            return
-        if not data:
-            self._lose("closed by the other side")
-            return
-        self.heard_at = time.monotonic()
-        try:
+            if not data:
+                raise ConnectionResetError("closed by the other side")
+            self.heard_at = time.monotonic()
             for message, nbytes in self._reader.feed(data):
                 self._heard(message, nbytes)
-        except RemoteProtocolError as fault:
-            self._lose(fault.message)
+        except BlockingIOError:
+            return
+        except (OSError, RemoteProtocolError) as fault:
+            self._lose(str(fault))
         if self._is_full:
             self.update()
 
@@ -240,19 +230,18 @@ class Connection:
             self.update()
 
     def _lose(self, reason: str) -> None:
-        if not self._closed:
+        if self._sock.fileno() >= 0:
             self._end()
             self.deliver(ConnectionLost(self, reason))
 
     def _end(self) -> None:
-        if self._closed:
-            return
-        self._loop.remove_reader(self._sock.fileno())
-        self._loop.remove_writer(self._sock.fileno())
-        with self._lock:
-            self._closed = True
-            self._backlog.clear()
-        self._sock.close()
+        if (fd := self._sock.fileno()) >= 0:
+            self._loop.remove_reader(fd)
+            self._loop.remove_writer(fd)
+            with self._lock:
+                self.closed = True
+                self._backlog.clear()
+            self._sock.close()
 
 
 def tune(sock: socket.socket) -> None:
