@@ -11,7 +11,7 @@ from torchrelay.errors import StateError
 from torchrelay.transports.protocol.options import SendOptions
 from torchrelay.transports.protocol.peers import OVER, UNDER_WAY, Peer, Stage
 from torchrelay.transports.protocol.sender_machine import SenderMachine
-from torchrelay.transports.routes.route import Link
+from torchrelay.transports.routes.route import Link, RouteFault
 from torchrelay.transports.wire.messages import (
     Abort,
     Accept,
@@ -36,7 +36,7 @@ class Effect(NamedTuple):
 
 
 class Recorder:
-    """Notes what a machine asks for; `answers` has what it is told, by effect and rank."""
+    """Notes what a machine asks for; `answers` has why it is not done, by effect and rank."""
 
     machine: SenderMachine
 
@@ -54,33 +54,36 @@ class Recorder:
             if one.rank == rank
         ]
 
-    def _note(self, rank: int, name: str, what: Any = None) -> str:
+    def _note(self, peer: Peer, name: str, what: Any = None) -> None:
+        rank = peer.rank
         assert rank not in self._dropped, f"{name} for rank {rank}, which was dropped"
         assert self.machine.peers[rank].stage is not Stage.DONE, f"{name} for one that is done"
         self.effects.append(Effect(rank, name, what))
-        return self.answers.get((name, rank), "")
+        if (name, rank) in self.answers:
+            raise RouteFault(self.answers[name, rank])
 
-    def offer(self, rank: int, join: Join, several: bool) -> str:
-        return self._note(rank, "offer", (join, several))
+    def offer(self, peer: Peer, several: bool) -> None:
+        self._note(peer, "offer", (peer.join, several))
 
-    def go(self, link: Link, patience: float) -> str:
-        return self._note(link.rank, "go", (link, patience))
+    def go(self, peer: Peer, link: Link, patience: float) -> None:
+        assert link.rank == peer.rank
+        self._note(peer, "go", (link, patience))
 
-    def serve(self, rank: int, asked: Need | Want | RouteNote) -> str:
+    def serve(self, peer: Peer, asked: Need | Want | RouteNote) -> None:
         names = {Need: "feed", Want: "tell_digests", RouteNote: "note"}
-        return self._note(rank, names[type(asked)], asked)
+        self._note(peer, names[type(asked)], asked)
 
-    def confirm(self, rank: int) -> None:
+    def confirm(self, peer: Peer) -> None:
         if self.changed:
             raise StateError("the state was changed while it was sent")
-        self._note(rank, "confirm")
+        self._note(peer, "confirm")
 
-    def send(self, rank: int, message: Message) -> None:
-        self._note(rank, "send", message)
+    def send(self, peer: Peer, message: Message) -> None:
+        self._note(peer, "send", message)
 
-    def drop(self, rank: int) -> None:
-        self._note(rank, "drop")
-        self._dropped.add(rank)
+    def drop(self, peer: Peer) -> None:
+        self._note(peer, "drop")
+        self._dropped.add(peer.rank)
 
 
 def machine(
@@ -91,10 +94,11 @@ def machine(
     seconds: float = 60.0,
     route: str | None = None,
     chains: bool = True,
+    step: int | None = None,
 ) -> tuple[SenderMachine, Recorder]:
     """A machine for these receivers that begins at time 0, and what it does."""
     recorder = Recorder()
-    options = SendOptions(None, window, join_timeout, None, route, connections=1)
+    options = SendOptions(step, window, join_timeout, None, route, connections=1)
     peers = {rank: Peer(rank) for rank in ranks}
     recorder.machine = made = SenderMachine(options, seconds, chains, peers, recorder, 0.0)
     return made, recorder

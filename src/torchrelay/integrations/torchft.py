@@ -15,7 +15,7 @@ from torchft.checkpointing.transport import CheckpointTransport
 
 from torchrelay.errors import PeerLostError
 from torchrelay.relay import Relay
-from torchrelay.transports.meeting.directory import GivenDirectory, identity_from_text
+from torchrelay.transports.meeting.directory import Directory, identity_from_text
 from torchrelay.transports.meeting.node import Node
 
 T = TypeVar("T")
@@ -26,7 +26,7 @@ class _Quorum:
 
     def __init__(self, pg: Any) -> None:
         self._pg = pg
-        self.known = GivenDirectory()
+        self.known = Directory()
         self.relay_node = Node(self.known)
 
     # torchft's wrapper does not know its rank, and the group behind it is another one after each

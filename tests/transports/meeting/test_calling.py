@@ -16,7 +16,7 @@ from torchrelay.deadlines import Deadline
 from torchrelay.errors import PeerLostError, RemoteProtocolError
 from torchrelay.transports.meeting import calling
 from torchrelay.transports.meeting.calling import call, call_rank, call_until
-from torchrelay.transports.meeting.directory import GivenDirectory, Identity
+from torchrelay.transports.meeting.directory import Directory, Identity
 from torchrelay.transports.wire import handshake
 from torchrelay.transports.wire.handshake import CONTROL, Hello
 
@@ -58,8 +58,8 @@ def admits(sock: socket.socket) -> None:
     sock.sendall(handshake.welcome(said, challenge, KEY))
 
 
-def directory_with(identity: Identity) -> GivenDirectory:
-    directory = GivenDirectory()
+def directory_with(identity: Identity) -> Directory:
+    directory = Directory()
     directory.give(RANK, identity)
     return directory
 
@@ -155,7 +155,7 @@ def test_a_process_that_admits_no_one_until_the_deadline_is_late() -> None:
 def test_a_rank_that_was_started_again_is_called_there() -> None:
     with answering(admits) as there:
 
-        class Restarted(GivenDirectory):
+        class Restarted(Directory):
             def forget(self, rank: int) -> None:
                 self.give(rank, there)
 

@@ -18,7 +18,7 @@ from tests.support.faults import attempt, same, weights
 from torchrelay.deadlines import Deadline
 from torchrelay.errors import PeerLostError, RemoteProtocolError
 from torchrelay.transports.meeting.directory import (
-    GivenDirectory,
+    Directory,
     Identity,
     MessageDirectory,
     StoreDirectory,
@@ -231,7 +231,7 @@ def test_a_group_tells_how_its_ranks_meet() -> None:
 
 
 def test_what_was_given_is_found() -> None:
-    directory, one = GivenDirectory(), identity()
+    directory, one = Directory(), identity()
     assert not directory.knows(4)
     directory.give(4, one)
     directory.forget(4)

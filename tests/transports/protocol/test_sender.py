@@ -13,7 +13,7 @@ from torchrelay.transports.protocol.sender import Sending
 def loop(monkeypatch: pytest.MonkeyPatch, during: dict[str, list[str]]) -> tuple[Any, list[str]]:
     """A loop without receivers, and what it has handled; `during` an event, others come."""
     sending, handled = Sending.__new__(Sending), []
-    sending._inbox, sending.served = Inbox(), {}
+    sending._inbox = Inbox()
 
     def handle(self: Sending, event: Any) -> None:
         handled.append(event)

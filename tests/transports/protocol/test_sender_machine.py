@@ -68,7 +68,7 @@ def ended(stage: Stage) -> list[str]:
 
 def test_a_receiver_that_joins_is_made_an_offer() -> None:
     made, recorder = at(Stage.EXPECTED)
-    join = Join(5)
+    join = Join(place=Place("a"))
     assert made.joined(1, join, True, 3.0)
     assert recorder.effects == [(1, "offer", (join, True))]
     assert made.peers[1].stage is Stage.OFFERED and made.peers[1].joined_at == 3.0
@@ -83,15 +83,22 @@ def test_a_receiver_that_joins_twice_or_too_late_is_not_served() -> None:
 
 
 def test_a_receiver_that_wants_another_step_is_refused() -> None:
-    made, recorder = at(Stage.EXPECTED)
-    made.wrong_step(1, "step 5 is offered, step 9 was asked for")
+    made, recorder = at(Stage.EXPECTED, step=5)
+    assert made.joined(1, Join(9), False, 3.0)
     peer = made.peers[1]
     assert peer.stage is Stage.REFUSED and peer.refusal is not None
-    assert peer.refusal.kind == "step" and "step 5 is offered, step 9" in peer.reason
-    assert recorder.effects == []
+    assert peer.refusal.kind == "step" and peer.refused_in == "join"
+    said = Abort("step 5 is offered, step 9 was asked for", kind="step")
+    assert recorder.effects == [(1, "send", said), (1, "drop", None)]
     made, _ = at(Stage.ACTIVE)
-    made.wrong_step(1, "step 5 is offered, step 9 was asked for")  # of a second call of that rank
+    assert not made.joined(1, Join(9), False, 3.0)  # a second call of that rank
     assert made.peers[1].stage is Stage.ACTIVE
+
+
+def test_a_receiver_that_asks_for_the_step_is_made_an_offer() -> None:
+    made, recorder = at(Stage.EXPECTED, step=5)
+    made.joined(1, Join(5), False, 3.0)
+    assert recorder.names(1) == ["offer"] and made.peers[1].stage is Stage.OFFERED
 
 
 def test_a_receiver_that_does_not_come_has_failed() -> None:
@@ -504,19 +511,19 @@ def asks_some(self: SenderMachine, now: float, silent: Any, stuck: Any) -> None:
         if self.patience and silent.get(peer.rank, 0.0) > self.patience:
             self.fail(peer, "took no message")
         else:
-            self.effects.send(peer.rank, Ping())
+            self.effects.send(peer, Ping())
 
 
 def forgets(self: SenderMachine, peer: Any, reason: str, **how: Any) -> None:
-    self.effects.drop(peer.rank)
+    self.effects.drop(peer)
 
 
 def eager(self: SenderMachine, peer: Any, message: Message) -> None:
-    self.effects.confirm(peer.rank)
+    self.effects.confirm(peer)
 
 
 def confirms_early(self: SenderMachine, peer: Any, link: Any = None) -> None:
-    self.effects.confirm(peer.rank)
+    self.effects.confirm(peer)
     peer.stage = Stage.CONFIRMED
 
 

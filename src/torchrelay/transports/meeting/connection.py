@@ -13,7 +13,7 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from torchrelay.errors import RemoteProtocolError
@@ -87,15 +87,6 @@ class Inbox:
             event.connection.taken(event)
         return event
 
-    def take(self, seconds: float) -> Iterator[object]:
-        """The next event, and those that are there with it; none if none comes in time."""
-        event = self.get(seconds)
-        left = len(self._events)
-        while event is not None:
-            yield event
-            event = self.get(0.0) if left else None
-            left -= 1
-
     def drain(self) -> list[object]:
         """The events that are here now, without those that handling them may add."""
         return [self._events.popleft() for _ in range(len(self._events))]
@@ -139,22 +130,27 @@ class Connection:
         self._backlog = bytearray()
         self._unsent = 0  # messages in it
         self._came = self._taken = 0  # bytes of messages; each has one thread that adds to it
-        self._closing = self._closed = False
+        self.closed = False  # by this side, or this side knows that the other has
 
-    @property
-    def closed(self) -> bool:
-        """Whether this side has closed it, or knows that the other has."""
-        return self._closed or self._closing
-
-    def start(self) -> None:
-        """Read from now on, or from when there is space for more. In the I/O thread."""
-        if self.closed:
+    def update(self) -> None:
+        """Wait from now on for what is of use: messages, if there is space for more, and the peer
+        to take those that are in the way. In the I/O thread."""
+        loop, fd = self._loop, self._sock.fileno()
+        if fd < 0 or (self.closed and not self._backlog):
+            self._end()
             return
-        if self._is_full:
-            self._loop.remove_reader(self._sock.fileno())
-            self._loop.call_later(UNHEARD_SECONDS, self.start)
+        if self._backlog:
+            loop.add_writer(fd, self._writable)
         else:
-            self._loop.add_reader(self._sock.fileno(), self._readable)
+            loop.remove_writer(fd)
+        if self.closed:
+            loop.remove_reader(fd)
+            loop.call_later(PARTING_SECONDS, self._end)
+        elif self._is_full:
+            loop.remove_reader(fd)
+            loop.call_later(UNHEARD_SECONDS, self.update)
+        else:
+            loop.add_reader(fd, self._readable)
 
     def send(self, message: Message) -> None:
         """Send a message. Does not block; a lost connection is an event."""
@@ -167,7 +163,7 @@ class Connection:
             if self._unsent == 1:
                 self._flush()
                 if self._backlog:
-                    self._in_loop(self._want_to_write)
+                    self._in_loop(self.update)
             elif self._unsent > UNSENT:
                 self._in_loop(self._lose, "it does not take its messages")
 
@@ -187,8 +183,8 @@ class Connection:
     def close(self) -> None:
         """Close it, once what was sent has left. Any thread may."""
         with self._lock:
-            self._closing = True
-        self._in_loop(self._close_when_sent)
+            self.closed = True
+        self._in_loop(self.update)
 
     def taken(self, event: MessageHeard) -> None:
         """The call has got a message: more may come."""
@@ -207,22 +203,17 @@ class Connection:
     def _readable(self) -> None:
         try:
             data = self._sock.recv(RECV_BYTES)
-        except BlockingIOError:
-            return
-        except OSError as fault:
-            self._lose(str(fault))
-            return
-        if not data:
-            self._lose("closed by the other side")
-            return
-        self.heard_at = time.monotonic()
-        try:
+            if not data:
+                raise ConnectionResetError("closed by the other side")
+            self.heard_at = time.monotonic()
             for message, nbytes in self._reader.feed(data):
                 self._heard(message, nbytes)
-        except RemoteProtocolError as fault:
-            self._lose(fault.message)
+        except BlockingIOError:
+            return
+        except (OSError, RemoteProtocolError) as fault:
+            self._lose(str(fault))
         if self._is_full:
-            self.start()
+            self.update()
 
     def _heard(self, message: Message, nbytes: int) -> None:
         if isinstance(message, Ping):
@@ -232,42 +223,25 @@ class Connection:
             self._came += counted
             self.deliver(MessageHeard(self, message, counted))
 
-    def _want_to_write(self) -> None:
-        if not self._closed:
-            self._loop.add_writer(self._sock.fileno(), self._writable)
-
     def _writable(self) -> None:
         with self._lock:
             self._flush()
-            if self._backlog:
-                return
-        self._loop.remove_writer(self._sock.fileno())
-        if self._closing:
-            self._end()
-
-    def _close_when_sent(self) -> None:
-        if self._closed:
-            return
-        self._loop.remove_reader(self._sock.fileno())
-        if self._backlog:
-            self._loop.call_later(PARTING_SECONDS, self._end)
-        else:
-            self._end()
+        if not self._backlog:
+            self.update()
 
     def _lose(self, reason: str) -> None:
-        if not self._closed:
+        if self._sock.fileno() >= 0:
             self._end()
             self.deliver(ConnectionLost(self, reason))
 
     def _end(self) -> None:
-        if self._closed:
-            return
-        self._loop.remove_reader(self._sock.fileno())
-        self._loop.remove_writer(self._sock.fileno())
-        with self._lock:
-            self._closed = True
-            self._backlog.clear()
-        self._sock.close()
+        if (fd := self._sock.fileno()) >= 0:
+            self._loop.remove_reader(fd)
+            self._loop.remove_writer(fd)
+            with self._lock:
+                self.closed = True
+                self._backlog.clear()
+            self._sock.close()
 
 
 def tune(sock: socket.socket) -> None:

@@ -73,9 +73,15 @@ def identity_from_text(text: str, rank: int) -> Identity:
 
 
 class Directory:
-    """Finds the identities of ranks. Threads may share it."""
+    """The identities of ranks, as it was given them. Threads may share it."""
 
     finds_all = False  # any rank, so that receivers can connect to each other
+
+    def __init__(self) -> None:
+        self._found: dict[int, Identity] = {}
+
+    def give(self, rank: int, identity: Identity) -> None:
+        self._found[rank] = identity
 
     def publish(self, identity: Identity) -> None:
         """Let the other ranks find this process."""
@@ -85,11 +91,11 @@ class Directory:
 
     def find(self, rank: int, deadline: Deadline) -> Identity:
         """`TransferTimeoutError` if the rank has published nothing by the deadline."""
-        raise NotImplementedError
+        return self._found[rank]
 
     def knows(self, rank: int) -> bool:
         """Whether a rank has published its identity, as far as can be said without waiting."""
-        raise NotImplementedError
+        return rank in self._found
 
     def forget(self, rank: int) -> None:
         """The address that was found did not work: look it up again next time."""
@@ -115,16 +121,16 @@ class StoreDirectory(Directory):
     finds_all = True
 
     def __init__(self, store: Any, rank: int) -> None:
+        super().__init__()
         self._store: Any = dist.PrefixStore("torchrelay/ranks", store)  # type: ignore[attr-defined]
         self._rank = rank
-        self._found: dict[int, Identity] = {}
 
     def publish(self, identity: Identity) -> None:
         self._store.set(str(self._rank), identity.encode())
 
     def knows(self, rank: int) -> bool:
         with suppress(dist.DistError):
-            return rank in self._found or bool(self._store.check([str(rank)]))
+            return super().knows(rank) or bool(self._store.check([str(rank)]))
         return False
 
     def forget(self, rank: int) -> None:
@@ -166,8 +172,8 @@ class StoreDirectory(Directory):
             ) from answer
         if isinstance(answer, Exception):
             raise answer
-        found = self._found[rank] = read_identity(answer, rank)
-        return found
+        self.give(rank, read_identity(answer, rank))
+        return self._found[rank]
 
 
 class MessageDirectory(Directory):
@@ -178,60 +184,41 @@ class MessageDirectory(Directory):
     """
 
     def __init__(self, group: ProcessGroup) -> None:
+        super().__init__()
         self._group = weakref.ref(group)
         self._mine = b""
-        self._coming: dict[int, list[Identity | Exception]] = {}
+        self._met: dict[int, list[Exception]] = {}  # faults of the messages from these ranks
 
     def publish(self, identity: Identity) -> None:
         self._mine = identity.encode().ljust(_MESSAGE_BYTES, b"\0")
 
     def introduce(self, rank: int) -> None:
         group = self._group()
-        if rank in self._coming or group is None:
+        if rank in self._met or group is None:
             return
-        arrived = self._coming[rank] = []
+        faults = self._met[rank] = []
         ours = torch.frombuffer(bytearray(self._mine), dtype=torch.uint8)
         theirs = torch.zeros(_MESSAGE_BYTES, dtype=torch.uint8, device="cpu")
 
         def report(fault: Exception | None) -> None:
             try:
-                data = bytes(theirs.tolist()).rstrip(b"\0")
-                arrived.append(fault or read_identity(data, rank))
-            except RemoteProtocolError as other:
-                arrived.append(other)
+                if fault is not None:
+                    raise fault
+                self.give(rank, read_identity(bytes(theirs.tolist()).rstrip(b"\0"), rank))
+            except Exception as found:
+                faults.append(found)
 
         # If it does not arrive, the receiver finds out for itself.
         watch(group, group.send([ours], rank, _TAG), ours, lambda fault: None)
         watch(group, group.recv([theirs], rank, _TAG), theirs, report)
 
-    def knows(self, rank: int) -> bool:
-        return bool(self._coming.get(rank))
-
     def find(self, rank: int, deadline: Deadline) -> Identity:
         self.introduce(rank)
-        arrived = self._coming[rank]
-        _wait_until(lambda: bool(arrived), rank, deadline)
-        if isinstance(arrived[0], Exception):
-            raise PeerLostError(
-                f"rank {rank} cannot be reached over the group: {arrived[0]}"
-            ) from arrived[0]
-        return arrived[0]
-
-
-class GivenDirectory(Directory):
-    """Identities that the caller was given in another way."""
-
-    def __init__(self) -> None:
-        self._given: dict[int, Identity] = {}
-
-    def give(self, rank: int, identity: Identity) -> None:
-        self._given[rank] = identity
-
-    def knows(self, rank: int) -> bool:
-        return rank in self._given
-
-    def find(self, rank: int, deadline: Deadline) -> Identity:
-        return self._given[rank]
+        faults = self._met[rank]
+        _wait_until(lambda: bool(faults) or self.knows(rank), rank, deadline)
+        for fault in faults:
+            raise PeerLostError(f"rank {rank} cannot be reached over the group: {fault}") from fault
+        return self._found[rank]
 
 
 def directory_of(group: Any) -> Directory:

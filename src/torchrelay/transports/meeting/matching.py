@@ -3,14 +3,14 @@
 A receiver that has joined goes to the oldest open send that is for its rank, has not served it yet
 and has the step that it asks for. If there is none it waits. A receiver that waits while sends of
 other steps alone are open for it has made a mistake, or its send comes a little later: after a
-while it is refused, and so is the oldest of those sends.
+while it goes to the oldest of those sends, which refuses it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 UNDECIDED_SECONDS = 2.0  # at most, until a wrong step is refused
 
@@ -44,15 +44,7 @@ class ReceiverJoined:
     undecided_since: float | None = None  # only sends of other steps are open for it
 
 
-class WrongStep(NamedTuple):
-    """A receiver that no send fits, and the send that it was probably meant for."""
-
-    join: ReceiverJoined
-    send: OpenSend
-
-    @property
-    def reason(self) -> str:
-        return f"step {self.send.step} is offered, step {self.join.step} was asked for"
+Match = tuple[ReceiverJoined, OpenSend]
 
 
 class Matcher:
@@ -77,7 +69,7 @@ class Matcher:
         if join in self._joins:
             self._joins.remove(join)
 
-    def matches(self) -> Iterator[tuple[ReceiverJoined, OpenSend]]:
+    def matches(self) -> Iterator[Match]:
         """The receivers that can be served now, each with its send."""
         for join in list(self._joins):
             send = next((one for one in self._sends if one.fits(join.rank, join.step)), None)
@@ -90,9 +82,10 @@ class Matcher:
             send.wanted.discard(join.rank)
             yield join, send
 
-    def wrong_steps(self, now: float) -> tuple[list[WrongStep], float | None]:
-        """The receivers whose step is not going to come, and when to ask again."""
-        found: list[WrongStep] = []
+    def wrong_steps(self, now: float) -> tuple[list[Match], float | None]:
+        """The receivers whose step is not going to come, each with the send that it was probably
+        meant for, and when to ask again."""
+        found: list[Match] = []
         again: float | None = None
         for join in list(self._joins):
             sends = [one for one in self._sends if join.rank in one.wanted]
@@ -106,7 +99,7 @@ class Matcher:
             if due <= now:
                 self._joins.remove(join)
                 sends[0].wanted.discard(join.rank)
-                found.append(WrongStep(join, sends[0]))
+                found.append((join, sends[0]))
             else:
                 again = due if again is None else min(again, due)
         return found, again

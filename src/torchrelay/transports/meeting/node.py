@@ -21,7 +21,7 @@ from torchrelay.transports.meeting.listener import listener_here
 from torchrelay.transports.meeting.matching import Matcher, OpenSend, ReceiverJoined
 from torchrelay.transports.wire import handshake
 from torchrelay.transports.wire.handshake import Hello
-from torchrelay.transports.wire.messages import Abort, Join
+from torchrelay.transports.wire.messages import Join
 
 JOIN_SECONDS = 10.0  # for an authenticated peer to say what it wants
 
@@ -57,7 +57,7 @@ class Node:
 
     @contextlib.contextmanager
     def open(self, send: OpenSend) -> Iterator[None]:
-        """Within: receivers come to a send, as `ReceiverJoined` and `WrongStep` in its inbox."""
+        """Within: receivers come to a send, as `ReceiverJoined` in its inbox."""
         for rank in send.ranks:
             self.directory.introduce(rank)
         self._listener.run(self._open, send)
@@ -74,7 +74,7 @@ class Node:
         """A control connection to a sender, whose messages come to the inbox."""
         sock, identity = call_rank(self.directory, rank, me, deadline)
         connection = Connection(sock, self._loop, rank, inbox.put, identity)
-        self._listener.run(connection.start)
+        self._listener.run(connection.update)
         return connection
 
     @contextlib.contextmanager
@@ -115,7 +115,7 @@ class Node:
     def _called(self, rank: int, sock: socket.socket) -> None:
         first = self._first
         connection = Connection(sock, self._loop, rank, first)
-        connection.start()
+        connection.update()
 
         def close_without_join() -> None:
             if connection.deliver is first:
@@ -169,14 +169,11 @@ class Node:
         self._loop.call_soon(self._match)
 
     def _match(self) -> None:
-        for joined, send in self._matcher.matches():
+        found = list(self._matcher.matches())
+        wrong, again = self._matcher.wrong_steps(now := time.monotonic())
+        for joined, send in [*found, *wrong]:
             joined.connection.deliver = send.inbox.put
             send.inbox.put(joined)
-        wrong, again = self._matcher.wrong_steps(now := time.monotonic())
-        for event in wrong:
-            event.join.connection.send(Abort(event.reason, kind="step"))
-            event.join.connection.close()
-            event.send.inbox.put(event)
         if again is not None:
             self._loop.call_later(max(0.0, again - now) + 0.001, self._match)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 
 from torchrelay.errors import (
@@ -14,6 +14,8 @@ from torchrelay.errors import (
     StepMismatchError,
     TransferTimeoutError,
 )
+from torchrelay.transports.meeting.connection import Connection
+from torchrelay.transports.routes.route import RouteService
 from torchrelay.transports.wire.messages import Accept, Join, Refuse
 
 
@@ -37,7 +39,7 @@ OVER = (Stage.DONE, Stage.REFUSED, Stage.FAILED, Stage.UNKNOWN)
 
 @dataclass
 class Peer:
-    """One receiver."""
+    """One receiver, and the sender's ends of its connection and its routes."""
 
     rank: int
     stage: Stage = Stage.EXPECTED
@@ -52,6 +54,10 @@ class Peer:
     chained: bool = False  # another receiver feeds it
     rerouted: bool = False  # it was chained, and has asked the sender for chunks
     settled: bool | None = None  # whether it committed the transfer before, if that was unknown
+    connection: Connection | None = None
+    services: dict[str, RouteService] = field(default_factory=dict)
+    service: RouteService | None = None  # of the route that it took
+    asked: set[int] = field(default_factory=set)  # chunks whose digests it has asked for
 
     def give_up(self, reason: str, *, late: bool = False) -> None:
         """It has failed; but one that was confirmed may have committed."""
@@ -63,6 +69,13 @@ class Peer:
         if self.stage in (Stage.ACTIVE, Stage.CONFIRMED):
             self.refused_in = "commit"
         self.stage, self.reason, self.refusal = Stage.REFUSED, refusal.message, refusal
+
+    def close(self) -> None:
+        """Serve it no longer."""
+        for service in self.services.values():
+            service.close()
+        if self.connection is not None:
+            self.connection.close()
 
 
 def outcome(peers: Iterable[Peer], *, sent: str, step: int | None, phase: str) -> RelayError | None:

@@ -8,16 +8,16 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from functools import partial
 
-from torchrelay.errors import RelayError, RemoteProtocolError
+from torchrelay.deadlines import Deadline
+from torchrelay.errors import RelayError
 from torchrelay.memory.pool import cores
 from torchrelay.plan.gather.asked import decode_reads
 from torchrelay.plan.snapshot import Snapshot, SnapshotPart
 from torchrelay.results import Outcome, Report, Traffic
-from torchrelay.transports.meeting.connection import Connection, ConnectionLost, Inbox, MessageHeard
-from torchrelay.transports.meeting.matching import OpenSend, ReceiverJoined, WrongStep
+from torchrelay.transports.meeting.connection import ConnectionLost, Inbox, MessageHeard
+from torchrelay.transports.meeting.matching import OpenSend, ReceiverJoined
 from torchrelay.transports.meeting.node import DataTicket
 from torchrelay.transports.protocol.options import SendOptions, TransferCall
 from torchrelay.transports.protocol.peers import Peer, Stage, outcome
@@ -34,21 +34,6 @@ from torchrelay.transports.wire.handshake import new_id, new_key
 EXCUSE_SECONDS = 2.0  # for receivers to come and hear that the state cannot be sent
 LAST_SECONDS = 0.5  # past the deadline, for what is on its way
 MOST_ANSWERS = 1024  # messages with digests, to a receiver that asks once
-
-
-@dataclass
-class Served:
-    """The sender's side of one receiver: its connection, and the sender's ends of its routes."""
-
-    connection: Connection
-    services: dict[str, r.RouteService] = field(default_factory=dict)
-    service: r.RouteService | None = None  # of the route that it took
-    asked: set[int] = field(default_factory=set)  # chunks whose digests it has asked for
-
-    def close(self) -> None:
-        for service in self.services.values():
-            service.close()
-        self.connection.close()
 
 
 class Sending:
@@ -68,7 +53,6 @@ class Sending:
         self._workers = Workers(max(1, min(4, cores() // 4)), self._inbox.put)
         self._gone: set[int] = set()  # chunks that have left at least once
         self._gone_bytes = 0
-        self.served: dict[int, Served] = {}  # by rank
         self._tickets = {rank: DataTicket(new_id(), new_key()) for rank in ranks}
         self._peers = {rank: Peer(rank) for rank in ranks}
         seconds, chains = call.deadline.seconds, self._node.directory.finds_all
@@ -102,20 +86,18 @@ class Sending:
             with self._watch("capture"):
                 self.snapshot = describe()
                 self._record = self.snapshot.encoded()
-        except BaseException as fault:
-            self._excuse(fault)
-            raise
-        self._outgoing = Outgoing(self.snapshot, self._member, self._options.verify)
-        try:
+            self._outgoing = Outgoing(self.snapshot, self._member, self._options.verify)
             with self._watch("join"):
                 self._outgoing.get_ready()  # receivers are still on their way
                 while self._machine.joining:
-                    self._join()
+                    self._step()
             with self._watch("data"):
                 while not self._machine.over:
-                    self._serve()
-        except BaseException as cause:
-            self._machine.abort(f"the sender gave up: {cause}")
+                    self._step()
+        except BaseException as fault:
+            if not hasattr(self, "_outgoing"):
+                self._excuse(fault)
+            self._machine.abort(f"the sender gave up: {fault}")
             raise
         finally:
             self._close()
@@ -147,8 +129,8 @@ class Sending:
 
     def _total(self, what: str) -> int:
         """The sum of "wire_bytes", "messages" or "connections" of all receivers."""
-        services = [one.service for one in self.served.values() if one.service is not None]
-        return sum(getattr(service, what) for service in services)
+        services = [peer.service for peer in self._peers.values()]
+        return sum(getattr(service, what) for service in services if service is not None)
 
     def _excuse(self, fault: BaseException) -> None:
         """Tell receivers why the state does not come. A receiver that is about to come is waited
@@ -162,65 +144,65 @@ class Sending:
                 event.connection.send(m.Abort(reason))
                 event.connection.close()
                 untold.discard(event.rank)
-            elif isinstance(event, WrongStep):
-                untold.discard(event.join.rank)
 
-    def _join(self) -> None:
-        left = self._machine.join_ends() - time.monotonic()
-        if left > 0:
-            self._take(min(left, self._machine.tick_seconds))
-            self._tick()
-        else:
-            self._machine.end_join(time.monotonic())
-
-    def _serve(self) -> None:
-        self._take(min(self._deadline.left(), self._machine.tick_seconds))
+    def _step(self) -> None:
+        """Handle the next event, if one comes in time, and look at the clock."""
+        machine = self._machine
+        left = machine.join_ends() - time.monotonic() if machine.joining else self._deadline.left()
+        self._take(min(left, machine.tick_seconds))
         self._tick()
-        if self._deadline.passed:
+        if machine.joining:
+            if time.monotonic() >= machine.join_ends():
+                machine.end_join(time.monotonic())
+        elif self._deadline.passed:
             # Messages that came while this process was stopped count, and a receiver may be about
             # to report that it is done.
-            ends = time.monotonic() + LAST_SECONDS
-            while self._machine.among(Stage.CONFIRMED) and time.monotonic() < ends:
-                self._take(ends - time.monotonic())
-            self._take(0.0)
-            self._machine.time_is_up()
+            last = Deadline(LAST_SECONDS)
+            while not last.passed and self._take(
+                last.left() * bool(machine.among(Stage.CONFIRMED))
+            ):
+                pass
+            machine.time_is_up()
 
     def _tick(self) -> None:
-        now = time.monotonic()
-        silent = {rank: now - one.connection.heard_at for rank, one in self.served.items()}
-        # Asked once: the last chunk may leave between two looks.
-        since = {rank: one.service.stuck_since for rank, one in self.served.items() if one.service}
-        stuck = {rank: now - at for rank, at in since.items() if at is not None}
+        now, silent, stuck = time.monotonic(), {}, {}
+        for rank, peer in self._peers.items():
+            if peer.connection is not None:
+                silent[rank] = now - peer.connection.heard_at
+            # Asked once: the last chunk may leave between two looks.
+            if peer.service is not None and (since := peer.service.stuck_since) is not None:
+                stuck[rank] = now - since
         self._machine.tick(now, silent, stuck)
 
     def _close(self) -> None:
         self._workers.stop()
-        for one in self.served.values():
-            one.close()
+        for peer in self._peers.values():
+            peer.close()
 
     # Events
 
-    def _take(self, seconds: float) -> None:
-        """Handle the next event, and those that are there with it."""
-        for event in self._inbox.take(seconds):
+    def _take(self, seconds: float) -> bool:
+        """Handle the next event; False if none comes in time."""
+        event = self._inbox.get(seconds)
+        if event is not None:
             self._handle(event)
+        return event is not None
 
     def _handle(self, event: object) -> None:
         now = time.monotonic()
         if isinstance(event, ReceiverJoined):
             if self._peers[event.rank].stage is Stage.EXPECTED:
-                self.served[event.rank] = Served(event.connection)
+                self._peers[event.rank].connection = event.connection
             if not self._machine.joined(event.rank, event.message, event.several, now):
                 self._node.put_back(event)
-        elif isinstance(event, WrongStep):
-            self._machine.wrong_step(event.join.rank, event.reason)
         elif isinstance(event, (MessageHeard, ConnectionLost)):
-            one = self.served.get(event.connection.rank)
-            if one is not None and one.connection is event.connection:
-                if isinstance(event, MessageHeard):
-                    self._machine.heard(event.connection.rank, event.message, now)
-                else:
-                    self._machine.lost(event.connection.rank, event.reason)
+            peer = self._peers[event.connection.rank]
+            if peer.connection is not event.connection:
+                return  # it was put back
+            if isinstance(event, MessageHeard):
+                self._machine.heard(peer.rank, event.message, now)
+            else:
+                self._machine.lost(peer.rank, event.reason)
         elif isinstance(event, ChunkSent):
             self._count(event.index)
         elif isinstance(event, FeedBroken) and not isinstance(event.fault, OSError):
@@ -240,33 +222,32 @@ class Sending:
 
     # Effects of the machine
 
-    def offer(self, rank: int, join: m.Join, several: bool) -> str:
-        self._peers[rank].settled = self._node.settle(rank, join.committed)
-        try:
-            offer = self._make_offer(rank, join, several)
-        except Exception as fault:
-            return _reason(fault)
-        self.send(rank, offer)
+    def offer(self, peer: Peer, several: bool) -> None:
+        join = peer.join
+        assert join is not None
+        peer.settled = self._node.settle(peer.rank, join.committed)
+        offer = self._make_offer(peer, join, several)
+        self.send(peer, offer)
         likely = join.place.devices and not join.parts and "cuda_ipc" in offer.routes
         if likely and offer.verify:
             # Devices hash what lies there: the receiver is likely to ask for it.
             self._workers.submit(self._outgoing.hash_on_devices)
-        return ""
 
-    def _make_offer(self, rank: int, join: m.Join, several: bool) -> m.Offer:
+    def _make_offer(self, peer: Peer, join: m.Join, several: bool) -> m.Offer:
         """A record, and the routes by which the bytes can travel."""
-        one, outgoing = self.served[rank], self._outgoing
+        outgoing = self._outgoing
+        assert peer.connection is not None
         receiver = r.Receiver(
-            rank,
+            peer.rank,
             self._member,
             join,
             self._tickets,
             self._options.connections,
-            one.connection.send,
+            peer.connection.send,
             self._inbox.put,
         )
-        one.services = services(receiver, self._options.route)
-        said = {name: end.offer(outgoing) for name, end in one.services.items()}
+        peer.services = services(receiver, self._options.route)
+        said = {name: end.offer(outgoing) for name, end in peer.services.items()}
         return m.Offer(
             self._record,
             receiver.transfer,
@@ -279,16 +260,11 @@ class Sending:
             max(1, cores() // len(self._peers)),
         )
 
-    def go(self, link: r.Link, patience: float) -> str:
-        one, accept = self.served[link.rank], self._peers[link.rank].accept
-        assert accept is not None
-        one.service, one.asked = one.services[accept.route], set()
-        try:
-            data = one.service.begin(self._outgoing_of(accept), accept, link)
-        except Exception as fault:
-            return _reason(fault)
-        one.connection.send(m.Go(data, patience))
-        return ""
+    def go(self, peer: Peer, link: r.Link, patience: float) -> None:
+        assert peer.accept is not None
+        peer.service, peer.asked = peer.services[peer.accept.route], set()
+        data = peer.service.begin(self._outgoing_of(peer.accept), peer.accept, link)
+        self.send(peer, m.Go(data, patience))
 
     def _outgoing_of(self, accept: m.Accept) -> Outgoing:
         """The bytes for a receiver: the state, or the parts of it that it asks for."""
@@ -297,26 +273,21 @@ class Sending:
         reads = decode_reads(accept.reads, self.snapshot.record)
         return Outgoing(SnapshotPart(self.snapshot, reads), self._member, self._options.verify)
 
-    def serve(self, rank: int, asked: m.Need | m.Want | m.RouteNote) -> str:
-        one = self.served[rank]
-        assert one.service is not None and one.service.outgoing is not None
-        try:
-            if isinstance(asked, m.RouteNote):
-                one.service.hear(asked.data)
-            elif isinstance(asked, m.Need):
-                self.snapshot.check_unchanged()
-                one.service.need(asked.chunks, restart=asked.restart)
-            else:
-                self._tell_digests(one, one.service.outgoing, asked)
-        except (r.RouteFault, RemoteProtocolError) as fault:
-            return str(fault)
-        return ""
+    def serve(self, peer: Peer, asked: m.Need | m.Want | m.RouteNote) -> None:
+        assert peer.service is not None and peer.service.outgoing is not None
+        if isinstance(asked, m.RouteNote):
+            peer.service.hear(asked.data)
+        elif isinstance(asked, m.Need):
+            self.snapshot.check_unchanged()
+            peer.service.need(asked.chunks, restart=asked.restart)
+        else:
+            self._tell_digests(peer, peer.service.outgoing, asked)
 
-    def _tell_digests(self, one: Served, outgoing: Outgoing, want: m.Want) -> None:
+    def _tell_digests(self, peer: Peer, outgoing: Outgoing, want: m.Want) -> None:
         """Have workers make the digests that a receiver asks for: each once, and sent at once."""
         chunks = m.from_ranges(want.chunks, len(outgoing.snapshot.chunks))
-        again = not one.asked.isdisjoint(chunks)
-        one.asked.update(chunks)
+        again = not peer.asked.isdisjoint(chunks)
+        peer.asked.update(chunks)
         # A device hashes all that lies there at once.
         on_gpu = [index for index in chunks if index in outgoing.on_gpu]
         others = [index for index in chunks if index not in outgoing.on_gpu]
@@ -325,28 +296,24 @@ class Sending:
 
         def answer(some: list[int]) -> None:
             digests = b"".join(map(outgoing.digest, some))
-            one.connection.send(m.Digests(tuple(some), digests))
+            self.send(peer, m.Digests(tuple(some), digests))
 
         for job in [on_gpu, *jobs] if on_gpu else jobs:
             self._workers.submit(partial(answer, job))
         if again:
             self.snapshot.check_unchanged()  # one did not match
 
-    def confirm(self, rank: int) -> None:
+    def confirm(self, peer: Peer) -> None:
         self.snapshot.check_unchanged()
-        accept = self._peers[rank].accept
-        if accept is not None and BY_NAME[accept.route].reads:
+        if peer.accept is not None and BY_NAME[peer.accept.route].reads:
             self._progress(self.snapshot.chunks.stream_bytes, self.snapshot.chunks.stream_bytes)
-        self.served[rank].connection.send(m.Confirmed())
+        self.send(peer, m.Confirmed())
 
-    def send(self, rank: int, message: m.Message) -> None:
-        self.served[rank].connection.send(message)
+    def send(self, peer: Peer, message: m.Message) -> None:
+        assert peer.connection is not None
+        peer.connection.send(message)
 
-    def drop(self, rank: int) -> None:
-        if self._peers[rank].stage is Stage.UNKNOWN:
-            self._node.unknown[rank] = self._tickets[rank].transfer
-        self.served[rank].close()
-
-
-def _reason(fault: Exception) -> str:
-    return fault.message if isinstance(fault, RelayError) else repr(fault)
+    def drop(self, peer: Peer) -> None:
+        if peer.stage is Stage.UNKNOWN:
+            self._node.unknown[peer.rank] = self._tickets[peer.rank].transfer
+        peer.close()

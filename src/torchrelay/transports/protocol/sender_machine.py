@@ -6,7 +6,7 @@ losses and the time; tests drive it with a recorder.
 | stage of receiver | event                            | effect                    | next      |
 |-------------------|----------------------------------|---------------------------|-----------|
 | EXPECTED          | it joins                         | offer                     | OFFERED   |
-| EXPECTED          | it wants another step            |                           | REFUSED   |
+| EXPECTED          | it joins for another step        | abort                     | REFUSED   |
 | EXPECTED          | nothing in time                  |                           | FAILED    |
 | OFFERED           | `Accept` of a route that reads   | go                        | ACTIVE    |
 | OFFERED           | `Accept` of route tcp            | wait for the chain        | ACCEPTED  |
@@ -28,36 +28,38 @@ continues to feed those behind it.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
+from torchrelay.errors import RelayError, StateError
 from torchrelay.transports.protocol.options import SendOptions
 from torchrelay.transports.protocol.peers import OVER, UNDER_WAY, Peer, Stage
 from torchrelay.transports.routes.choice import BY_NAME
-from torchrelay.transports.routes.route import Link
+from torchrelay.transports.routes.route import Link, RouteFault
 from torchrelay.transports.wire import messages as m
 
 
 class Effects(Protocol):
-    """The calls that the machine makes to its driver."""
+    """The calls that the machine makes to its driver. Each may raise `StateError`: the state has
+    changed, or cannot be read. `offer`, `go` and `serve` raise anything else about a receiver that
+    cannot be served."""
 
-    def offer(self, rank: int, join: m.Join, several: bool) -> str:
-        """Make an offer to a receiver that has joined; why that cannot be done, or nothing."""
+    def offer(self, peer: Peer, several: bool) -> None:
+        """Make an offer to a receiver that has joined."""
 
-    def go(self, link: Link, patience: float) -> str:
-        """Begin to serve a receiver; why that cannot be done, or nothing."""
+    def go(self, peer: Peer, link: Link, patience: float) -> None:
+        """Begin to serve a receiver."""
 
-    def serve(self, rank: int, asked: m.Need | m.Want | m.RouteNote) -> str:
-        """Send a receiver chunks or digests, or hand a note to its route; what is wrong with that,
-        or nothing."""
+    def serve(self, peer: Peer, asked: m.Need | m.Want | m.RouteNote) -> None:
+        """Send a receiver chunks or digests, or hand a note to its route."""
 
-    def confirm(self, rank: int) -> None:
-        """Tell a receiver to commit. Raises if the state has changed."""
+    def confirm(self, peer: Peer) -> None:
+        """Tell a receiver to commit."""
 
-    def send(self, rank: int, message: m.Message) -> None: ...
+    def send(self, peer: Peer, message: m.Message) -> None: ...
 
-    def drop(self, rank: int) -> None:
+    def drop(self, peer: Peer) -> None:
         """Serve a receiver no longer, and close its connection."""
 
 
@@ -109,14 +111,14 @@ class SenderMachine:
         if not self.joining or peer.stage is not Stage.EXPECTED:
             return False
         peer.stage, peer.join, peer.joined_at, peer.pinged_at = Stage.OFFERED, join, now, now
-        if why := self.effects.offer(rank, join, several):
-            self.fail(peer, f"cannot be served: {why}")
+        if join.step in (None, self.options.step):
+            self._attempt(peer, self.effects.offer, several)
+        else:
+            reason = f"step {self.options.step} is offered, step {join.step} was asked for"
+            peer.refuse(m.Refuse("step", reason))
+            self.effects.send(peer, m.Abort(reason, kind="step"))
+            self.effects.drop(peer)
         return True
-
-    def wrong_step(self, rank: int, reason: str) -> None:
-        """A receiver wants a step that is not sent."""
-        if self.peers[rank].stage is Stage.EXPECTED:
-            self.peers[rank].refuse(m.Refuse("step", reason))
 
     def end_join(self, now: float) -> None:
         """No one else is waited for: those who wait for the others begin."""
@@ -130,7 +132,17 @@ class SenderMachine:
 
     def _go(self, peer: Peer, link: Link) -> None:
         peer.stage, peer.chained = Stage.ACTIVE, link.upstream is not None
-        if why := self.effects.go(link, self.patience):
+        self._attempt(peer, self.effects.go, link, self.patience)
+
+    def _attempt(self, peer: Peer, effect: Callable[..., None], *args: Any) -> None:
+        """Do something for a receiver, which has failed if that cannot be done."""
+        try:
+            effect(peer, *args)
+        except StateError:
+            raise
+        except Exception as fault:
+            said = fault.message if isinstance(fault, RelayError) else str(fault)
+            why = said if isinstance(fault, (RelayError, RouteFault)) else repr(fault)
             self.fail(peer, f"cannot be served: {why}")
 
     # Messages
@@ -142,7 +154,7 @@ class SenderMachine:
             return
         if isinstance(message, m.Refuse):
             peer.refuse(message)
-            self.effects.drop(rank)
+            self.effects.drop(peer)
         elif isinstance(message, m.Abort):
             self._drop(peer, f"gave up: {message.message}", late=message.late)
         elif isinstance(message, m.Accept):
@@ -150,10 +162,9 @@ class SenderMachine:
         elif peer.stage is Stage.ACTIVE and isinstance(message, (m.Need, m.Want, m.RouteNote)):
             if isinstance(message, m.Need):
                 peer.rerouted = peer.rerouted or peer.chained
-            if why := self.effects.serve(rank, message):
-                self.fail(peer, why)
+            self._attempt(peer, self.effects.serve, message)
         elif peer.stage is Stage.ACTIVE and isinstance(message, m.Fetched):
-            self.effects.confirm(rank)
+            self.effects.confirm(peer)
             peer.stage = Stage.CONFIRMED
         elif peer.stage is Stage.CONFIRMED and isinstance(message, m.Done):
             peer.stage = Stage.DONE
@@ -195,7 +206,7 @@ class SenderMachine:
         # A receiver that has been asked to commit takes no more messages.
         if peer.stage is not Stage.CONFIRMED:
             said = said or f"the sender gave up on this rank: {reason}"
-            self.effects.send(peer.rank, m.Abort(m.text(said), late=late))
+            self.effects.send(peer, m.Abort(m.text(said), late=late))
         self._drop(peer, reason, late=late)
 
     def abort(self, reason: str) -> None:
@@ -207,7 +218,7 @@ class SenderMachine:
 
     def _drop(self, peer: Peer, reason: str, *, late: bool = False) -> None:
         peer.give_up(reason, late=late)
-        self.effects.drop(peer.rank)
+        self.effects.drop(peer)
 
     # Time
 
@@ -228,7 +239,7 @@ class SenderMachine:
                 self.fail(peer, f"took no data for {self.patience:.3g} s")
             elif now > peer.pinged_at + self.patience / 4:
                 peer.pinged_at = now
-                self.effects.send(peer.rank, m.Ping())
+                self.effects.send(peer, m.Ping())
 
     def time_is_up(self) -> None:
         for peer in self.among(*UNDER_WAY):
