@@ -85,7 +85,7 @@ def _events(
         listed = [*(disk["steps"] for disk in status.get("disk", ())), status.get("steps", ())]
         found = {one["step"]: one for one in chain(*listed)}
         for step, facts in sorted(found.items()):
-            if step not in steps:
+            if step not in steps or _version(facts) != _version(steps[step]):
                 yield {"event": "step", **facts}
         for step in sorted(steps.keys() - found.keys()):
             yield {"event": "gone", "step": step}
@@ -102,6 +102,11 @@ def _events(
         if left() <= 0:
             return
         time.sleep(min(interval, max(0.0, left())))
+
+
+def _version(facts: dict[str, Any]) -> tuple[Any, Any]:
+    """Another one if the step was saved or published again."""
+    return facts.get("time"), facts.get("snapshot")
 
 
 def _line(event: dict[str, Any]) -> str:
