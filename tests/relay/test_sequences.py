@@ -17,7 +17,7 @@ import torch.distributed as dist
 import torchrelay as tr
 from tests.support.faults import CHUNK, GRACE, attempt, received, same, sent, verdict, weights
 from tests.support.ranks import RankPool, run_ranks
-from tests.support.ways import by, every_route, every_way, patched
+from tests.support.ways import by, every_route, every_way, patched, refused_soon
 from torchrelay.memory.threads import IDLE
 from torchrelay.transports.protocol import receiver as receiver_module
 from torchrelay.transports.protocol.sender import Sending
@@ -111,10 +111,11 @@ def mixed(rank: int, group: Any, rounds: int) -> list[Any]:
         elif kind in ("receiver", "stop"):
             receiving = failing if kind == "receiver" else interrupting
         begun = time.monotonic()
-        if rank == 0:
-            end = ends_with(relay.send, state, 1, step=number, progress=sending)
-        else:
-            end = ends_with(relay.recv, 0, into=into, step=step, progress=receiving)
+        with refused_soon():
+            if rank == 0:
+                end = ends_with(relay.send, state, 1, step=number, progress=sending)
+            else:
+                end = ends_with(relay.recv, 0, into=into, step=step, progress=receiving)
         outcomes.append((kind, end, time.monotonic() - begun))
         if rank == 1:
             expected = new if kind == "fine" else seed
