@@ -353,7 +353,7 @@ def short_deadline(rank: int, group: Any) -> Any:
     relay = tr.Relay(group, chunk_bytes=CHUNK, join_window=60)
     meet(group)
     if rank == 0:
-        return sent(relay, 1, [1, 2, 3], 6.0)
+        return sent(relay, 1, [1, 2, 3], 4.0)
     if rank == 3:
         return None
     return received(relay, 0, weights(OLD), OLD, 1, LONG)
@@ -361,7 +361,7 @@ def short_deadline(rank: int, group: Any) -> Any:
 
 def test_an_absent_receiver_leaves_the_others_time_to_be_served(pool4):
     ours, one, two, _ = pool4.run(short_deadline, fresh_group=True)
-    assert ours.error is None and ours.failed == (3,) and ours.seconds < 6 + GRACE
+    assert ours.error is None and ours.failed == (3,) and ours.seconds < 4 + GRACE
     assert one.weights == two.weights == 1
 
 
