@@ -181,12 +181,13 @@ def test_a_step_that_did_not_change_is_read_once(
 
 def test_watch_tells_of_a_step_that_was_saved_again() -> None:
     first, again = {"step": 1, "time": 1.0}, {"step": 1, "time": 2.0}
-    seen = iter([[first], [first], [again], []])
+    served = {"step": 1, "snapshot": "a"}  # where it leaves an endpoint it is still in a directory
+    seen = iter([[first], [first], [again], [served], [again], []])
 
     def look() -> dict[str, object]:
         return {"disk": [{"steps": next(seen)}], "transfers": [], "finished": []}
 
-    left = iter([0.1, 0.1, 0.1, 0.1, 0.1, 0.1, 0.0])
+    left = iter([0.1] * 10 + [0.0])
     told = list(_events(look, lambda: next(left), 0.0))
     assert told == [
         {"event": "step", **first},
