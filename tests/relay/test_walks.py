@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -74,14 +73,14 @@ def section() -> str:
 
 
 def listed(section: str, side: str) -> list[str]:
-    _, _, rest = section.partition(f"\n{side}:\n\n")
-    rows = rest.partition("\n\n")[0].splitlines()
-    assert [int(row.partition(".")[0]) for row in rows] == list(range(1, len(rows) + 1))
-    return [re.findall("`(.+?)`", row)[0] for row in rows]
+    rows = section.partition(f"\n{side}\n")[2].partition("\n\n")[0].splitlines()
+    assert [int(row.split()[0]) for row in rows] == list(range(1, len(rows) + 1))
+    return [row.split()[1] for row in rows]
 
 
 def vocabulary(section: str) -> tuple[str, ...]:
-    return tuple(re.findall("`(.+?)`", section.partition("Vocabulary")[2]))
+    rows = section.partition("\nVocabulary")[2].partition("\n")[2]
+    return tuple(rows.partition("```")[0].split())
 
 
 @pytest.mark.parametrize("rank", [0, 1], ids=SIDES)
