@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from benchmarks.harness import SECONDS, Ranks
-from torchrelay import Relay, relay
+from torchrelay import Relay
 from torchrelay.transports.meeting import node
 from torchrelay.transports.meeting.connection import Connection
 from torchrelay.transports.protocol import receiver, sender
@@ -44,7 +44,7 @@ def _traced(owner: Any, name: str, label: str = "") -> None:
 
 def _trace() -> None:
     for owner, name in (
-        (relay, "capture"),
+        (sender, "capture"),
         (sender.Sending, "offer"),
         (sender.Sending, "go"),
         (sender.Sending, "confirm"),

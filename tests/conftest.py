@@ -44,8 +44,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker("rounds")
 
 
+def pytest_collection() -> None:
+    """Nothing that is imported while tests are collected is garbage."""
+    gc.disable()
+
+
 def pytest_collection_finish() -> None:
     """A collection during a test looks at what the tests made, not at all that they imported."""
+    gc.enable()
     gc.collect()
     gc.freeze()
 

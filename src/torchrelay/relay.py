@@ -20,7 +20,6 @@ from torchrelay.memory.gpu.side import in_use, settle
 from torchrelay.memory.pool import Pool, Pooled, usual_limit
 from torchrelay.metrics import Measurement
 from torchrelay.owner import Owner
-from torchrelay.plan.snapshot import Snapshot, capture
 from torchrelay.progress import ProgressCallback, reporter
 from torchrelay.resharding.gather import Gather
 from torchrelay.results import Loaded, Report
@@ -141,16 +140,19 @@ class Relay:
         only = check_route(route) or self._route
         call = TransferCall(deadline, progress=reporter(progress))
         settle()  # receivers read a GPU's memory without waiting for its streams
-        options = SendOptions(step, self._join_window, join, self._verify, only, self._connections)
+        options = SendOptions(
+            step,
+            self._join_window,
+            join,
+            self._verify,
+            only,
+            self._connections,
+            self._chunk_bytes,
+        )
         sending = Sending(self._member(), ranks, options, call)
-
-        def describe() -> Snapshot:
-            many, chunk_bytes = len(ranks), self._chunk_bytes
-            return capture(state, step, receivers=many, chunk_bytes=chunk_bytes, objects=True)
-
         measured = Measurement("send", step, rank=self.rank, role="sender")
         with measured, emptied_frames():
-            report = sending.run(describe)
+            report = sending.run(state)
             measured.end(report)
         return report
 

@@ -103,3 +103,14 @@ def test_the_newest_steps_are_looked_at_each_time(tmp_path: Path) -> None:
         os.truncate(tmp_path / "step-2" / "model.safetensors", 9)
         ckpt.save(3, state(3))
         assert ckpt.steps() == [1, 2, 3]
+
+
+def test_a_step_of_a_bucket_that_another_process_saved_again_counts(s3: S3) -> None:
+    pytest.importorskip("obstore")
+    with tr.Checkpointer(s3.url("run"), group=False, keep=2, timeout=60) as ckpt:
+        for step in (1, 2):
+            ckpt.save(step, {"w": torch.ones(3)})
+        with tr.Checkpointer(s3.url("run"), group=False, timeout=60) as other:
+            other.save(2, {"w": torch.ones(300)}, overwrite=True)
+        ckpt.save(3, {"w": torch.ones(3)})
+        assert ckpt.steps() == [2, 3]

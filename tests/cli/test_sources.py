@@ -12,7 +12,10 @@ from safetensors.torch import load_file, save_file
 import torchrelay as tr
 from tests.support.commands import command
 from tests.support.s3 import S3
+from torchrelay.cli.commands.steps import listed
+from torchrelay.cli.commands.watch import _events
 from torchrelay.cli.commands.watched import WatchedPlaces
+from torchrelay.stores.seam import Store
 
 
 def tensors(step: int) -> dict[str, torch.Tensor]:
@@ -144,3 +147,50 @@ def test_a_watched_step_that_is_saved_again_is_looked_at_again(tmp_path: Path) -
             there.save(1, {"w": torch.zeros(size)}, overwrite=True)
             (tensor,) = watched.contents(1).tensors
             assert tensor.shape == (size,)
+
+
+@pytest.mark.parametrize("kind", ["directory", "bucket"])
+def test_the_status_of_a_step_that_was_saved_again_is_of_the_new_one(
+    kind: str, tmp_path: Path, s3: S3
+) -> None:
+    where = str(tmp_path) if kind == "directory" else s3.url("again")
+    watched = WatchedPlaces([where])
+    with tr.Checkpointer(where, group=False) as there:
+        # Of three saves the last may have the place that the first had on the medium.
+        for sizes in ((2,), (3, 4), (5, 6, 7)):
+            for size in sizes:
+                there.save(1, {"w": torch.zeros(size)}, overwrite=True)
+            (disk,) = watched.status()["disk"]
+            (facts,) = disk["steps"]
+            assert facts["bytes"] == there.record(1).volume_bytes and facts["damage"] is None
+
+
+def test_a_step_that_did_not_change_is_read_once(
+    place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looks: list[int] = []
+
+    def counted(there: Store, step: int) -> dict[str, object]:
+        looks.append(step)
+        return listed(there, step)
+
+    monkeypatch.setattr("torchrelay.cli.commands.watched.listed", counted)
+    watched = WatchedPlaces([str(place)])
+    assert watched.status()["disk"] == watched.status()["disk"] and looks == [1, 2]
+
+
+def test_watch_tells_of_a_step_that_was_saved_again() -> None:
+    first, again = {"step": 1, "time": 1.0}, {"step": 1, "time": 2.0}
+    served = {"step": 1, "snapshot": "a"}  # where it leaves an endpoint it is still in a directory
+    seen = iter([[first], [first], [again], [served], [again], []])
+
+    def look() -> dict[str, object]:
+        return {"disk": [{"steps": next(seen)}], "transfers": [], "finished": []}
+
+    left = iter([0.1] * 10 + [0.0])
+    told = list(_events(look, lambda: next(left), 0.0))
+    assert told == [
+        {"event": "step", **first},
+        {"event": "step", **again},
+        {"event": "gone", "step": 1},
+    ]

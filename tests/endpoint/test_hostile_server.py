@@ -79,7 +79,7 @@ def _refused(url: str, **options: Any) -> tr.RelayError:
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     begun = time.monotonic()
     with pytest.raises(tr.RelayError) as caught:
-        _pull(url, into=into, **{"timeout": 3, **options})
+        _pull(url, into=into, **{"timeout": 2, **options})
     assert time.monotonic() - begun < 60
     assert (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) << 10 < MEMORY
     assert (into["w"] == 7).all()

@@ -158,7 +158,7 @@ def test_one_with_a_damaged_record_and_one_that_is_silent_are_left_out(
         socket.create_server(("127.0.0.1", 0)) as nobody,
     ):
         silent = f"http://127.0.0.1:{nobody.getsockname()[1]}"
-        got = _pull([liar.url, silent, three[0].url], timeout=8)
+        got = _pull([liar.url, silent, three[0].url], timeout=5)
     assert _is(got.state) and list(got.report.sources) == [three[0].url]
     assert "no valid record" in got.report.failed[liar.url]
     assert "took too long to answer" in got.report.failed[silent]

@@ -37,7 +37,7 @@ from torchrelay.deadlines import Deadline
 from torchrelay.stores.local.files import Files
 from torchrelay.stores.local.store import LocalStore
 
-SHORT = 3.0  # seconds a call may take that is meant to fail by its deadline
+SHORT = 2.0  # seconds a call may take that is meant to fail by its deadline
 GRACE = 1.5  # seconds past it
 
 

@@ -148,10 +148,10 @@ def slow_commit(rank: int, group: Any, root: str, what: str, background: bool) -
         begun = time.monotonic()
         try:
             if background:
-                pending = ckpt.save_async(2, state(2), timeout=3)
+                pending = ckpt.save_async(2, state(2), timeout=2)
                 told = outcome(lambda: pending.result(30))
             else:
-                told = outcome(lambda: ckpt.save(2, state(2), timeout=3))
+                told = outcome(lambda: ckpt.save(2, state(2), timeout=2))
             seconds = time.monotonic() - begun
             before = ckpt.steps()
             dist.barrier(group)  # every rank has looked
@@ -186,21 +186,21 @@ def test_a_medium_that_stalls_before_the_rename_commits_nothing_later(
 
 
 def late_coordinator(rank: int, group: Any, root: str) -> tuple[str, float]:
-    """Rank 1 calls three seconds before rank 0, so its time is over first."""
+    """Rank 1 calls two seconds before rank 0, so its time is over first."""
     with tr.Checkpointer(root, timeout=30) as ckpt:
         ckpt.save(1, state(1))
         original = Files.rename
 
         def slow(self: Files, old: str, new: str) -> None:
-            threading.Event().wait(3)
+            threading.Event().wait(2)
             original(self, old, new)
 
         if rank == 0:
             Files.rename = slow  # type: ignore[method-assign]
-            threading.Event().wait(3)
+            threading.Event().wait(2)
         begun = time.monotonic()
         try:
-            return outcome(lambda: ckpt.save(2, state(2), timeout=5)), time.monotonic() - begun
+            return outcome(lambda: ckpt.save(2, state(2), timeout=3.4)), time.monotonic() - begun
         finally:
             Files.rename = original  # type: ignore[method-assign]
 

@@ -26,7 +26,7 @@ from tests.support.ways import patched
 from torchrelay.deadlines import Deadline
 
 OLD, NEW, MEANWHILE, AFTER = 100, 1, 2, 3
-SECONDS = 5.0  # of a call whose peer is cut off
+SECONDS = 4.0  # of a call whose peer is cut off
 LONG = 30.0
 HOSTS = 3
 

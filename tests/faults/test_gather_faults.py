@@ -37,7 +37,7 @@ from torchrelay.transports.streams.chunk_sender import ChunkSender
 from torchrelay.transports.streams.sockets import DataSocket
 
 OLD, NEW, AFTER = 100, 1, 2
-LONG, SHORT, START = 25.0, 2.0, 90.0
+LONG, SHORT, START = 25.0, 1.4, 90.0
 
 
 def senders() -> DeviceMesh:

@@ -29,7 +29,7 @@ from torchrelay.stores.local.root import StepRoot
 from torchrelay.stores.local.step import LocalReader
 from torchrelay.stores.local.store import LocalStore
 
-TIMEOUT = 1.0
+TIMEOUT = 0.5
 LATEST = 12.0
 """Seconds in which such a call is over on a machine that is busy; hung storage takes 60."""
 
@@ -104,7 +104,7 @@ def test_old_steps_that_cannot_be_removed_do_not_hold_up_a_save(
         ckpt.save(1, state(1))
         begun = time.monotonic()
         with frozen():
-            ckpt.save(2, state(2), timeout=TIMEOUT)
+            ckpt.save(2, state(2), timeout=2 * TIMEOUT)
         assert time.monotonic() - begun < LATEST
         assert "cannot remove old steps" in caplog.text
         assert ckpt.latest() == 2
@@ -235,7 +235,7 @@ def test_a_bucket_that_stalls_ends_every_call_in_time(s3: S3) -> None:
     live = state(5)
     with tr.Checkpointer(s3.url("run"), timeout=60) as ckpt:
         ckpt.save(1, state(1))
-    with tr.Checkpointer(s3.url("run"), timeout=2) as ckpt:
+    with tr.Checkpointer(s3.url("run"), timeout=1) as ckpt:
         s3.hook = lambda method, path: (go.wait(60), None)[1]
         try:
             for call in (
@@ -244,7 +244,7 @@ def test_a_bucket_that_stalls_ends_every_call_in_time(s3: S3) -> None:
                 ckpt.steps,
                 ckpt.latest,
                 lambda: ckpt.load(live),
-                lambda: tr.Checkpointer(s3.url("run"), timeout=2),
+                lambda: tr.Checkpointer(s3.url("run"), timeout=1),
             ):
                 ended(call)
         finally:

@@ -16,7 +16,7 @@ from tests.support.ranks import RankPool
 from tests.support.saved import state, which
 from torchrelay.stores.local.store import LocalStore
 
-TIMEOUT = 1.5
+TIMEOUT = 0.7
 WARNED = 13.0  # seconds after which a rank that waits has said for whom
 
 

@@ -19,7 +19,7 @@ from torchrelay.transports.protocol.receiver import Receiving
 from torchrelay.transports.protocol.sender import Sending
 
 OLD, LONG = 100, 25.0
-STILL = 2.0  # seconds that a receiver stands still: longer than a sender waits past its deadline
+STILL = 1.2  # seconds that a receiver stands still: longer than a sender waits past its deadline
 
 
 def runs_out_of_time(wait: Callable[[], object]) -> AbstractContextManager[None]:

@@ -12,6 +12,8 @@ import torch
 
 import torchrelay as tr
 from tests.support.ranks import RankPool
+from tests.support.ways import patched
+from torchrelay.stores.local import draft
 
 SECONDS = 60.0
 
@@ -29,7 +31,10 @@ def told(call: Callable[[], Any]) -> str:
 def save_apart(rank: int, group: Any, root: str, replicated: bool) -> list[str]:
     """A local directory in place of a shared one. Rank 1 may have nothing of its own to write."""
     state = {"w": torch.ones(4)} if replicated else {"w": torch.full((4,), float(rank))}
-    with tr.Checkpointer(f"{root}/host-{rank}", timeout=SECONDS) as ckpt:
+    with (
+        patched(draft, VISIBLE_SECONDS=0.2),
+        tr.Checkpointer(f"{root}/host-{rank}", timeout=SECONDS) as ckpt,
+    ):
         found = [
             told(lambda: ckpt.save(1, state)),
             told(lambda: ckpt.save_async(2, state).result(SECONDS)),

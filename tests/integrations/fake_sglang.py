@@ -42,7 +42,7 @@ class FakeSGLang:
 
         self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
         self.url = f"http://127.0.0.1:{self._server.server_port}"
-        threading.Thread(target=self._server.serve_forever, daemon=True).start()
+        threading.Thread(target=self._server.serve_forever, args=(0.02,), daemon=True).start()
 
     def _answer(self, to: BaseHTTPRequestHandler, body: dict[str, Any]) -> None:
         self.asked.append(to.path)

@@ -69,7 +69,7 @@ def die_in_mid_stage(rank: int, group: Any, job: str) -> None:
     if rank == 1:
         publisher.stage = half
     try:
-        keeper.stage(2, state, timeout=5).result(TIMEOUT)
+        keeper.stage(2, state, timeout=3).result(TIMEOUT)
     except tr.RelayError:
         reached("failed", hold=True)
 

@@ -21,7 +21,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 import torchrelay as tr
-from tests.support.ways import by, every_way
+from tests.support.ways import by, every_way, refused_soon
 from torchrelay.dropin import PGTransport
 
 CPU = torch.device("cpu")
@@ -191,7 +191,7 @@ def stale(rank: int, group: Any) -> object:
     relay = tr.Relay(group, timeout=20)
     if rank == 0:
         stock(group).send_checkpoint([1], {"a": torch.ones(2), "b": torch.ones(2)})
-        with pytest.raises(tr.errors.StepMismatchError):
+        with pytest.raises(tr.errors.StepMismatchError), refused_soon():
             relay.send({"a": torch.ones(2)}, 1, step=99)
         with pytest.raises(tr.errors.PeerRefusedError):
             relay.send({"a": torch.ones(2), "b": torch.ones(2)}, 1, step=100)

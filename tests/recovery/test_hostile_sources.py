@@ -82,7 +82,7 @@ def test_a_source_that_drips_is_dropped_with_all_its_steps(tmp_path: Path) -> No
         job.train(1)
         saved(tmp_path / "slow", job)
     slow = Dripping(tmp_path / "slow")
-    got = tr.recover(into=Job().state(), sources=[slow, tmp_path / "good"], group=False, timeout=8)
+    got = tr.recover(into=Job().state(), sources=[slow, tmp_path / "good"], group=False, timeout=4)
     assert got.step == 0 and slow.opened == 1
     assert "no time is left" in str(got.report)
 

@@ -74,12 +74,12 @@ def test_the_home_directory_is_expanded(tmp_path: Path, monkeypatch: pytest.Monk
 # A place that is no place ----------------------------------------------------------------------
 
 
-def uses(root: str | Path) -> dict[str, Callable[[], object]]:
+def uses(root: str | Path, timeout: float = 6) -> dict[str, Callable[[], object]]:
     def reader() -> tr.Checkpointer:
-        return tr.Checkpointer(root, read_only=True, timeout=6)
+        return tr.Checkpointer(root, read_only=True, timeout=timeout)
 
     return {
-        "make": lambda: tr.Checkpointer(root, timeout=6),
+        "make": lambda: tr.Checkpointer(root, timeout=timeout),
         "steps": lambda: reader().steps(),
         "latest": lambda: reader().latest(),
         "load": lambda: reader().load(),
@@ -121,7 +121,7 @@ def test_a_dead_endpoint_is_told_in_words_and_in_time(
         for name in ("make", "steps", "load"):
             begun = time.monotonic()
             with pytest.raises(tr.errors.CheckpointError, match="s3://bucket/run"):
-                uses("s3://bucket/run")[name]()
+                uses("s3://bucket/run", timeout=2)[name]()
             assert time.monotonic() - begun < 30
 
 

@@ -288,7 +288,7 @@ def fail() -> None:
 
 
 def stand_still() -> None:
-    time.sleep(4)
+    time.sleep(2.5)
 
 
 @pytest.mark.parametrize("case", ["asked", "sending"])
@@ -311,7 +311,7 @@ def test_without_a_replica_the_sender_that_fails_is_named_and_the_weights_are_ol
 def test_a_sender_that_stands_still_does_not_hold_the_receiver_past_its_deadline(
     pool8: Any,
 ) -> None:
-    found = pool8.run(lose_one, "asked", stand_still, False, 2.0, timeout=90, fresh_group=True)
+    found = pool8.run(lose_one, "asked", stand_still, False, 1.2, timeout=90, fresh_group=True)
     assert found[RECEIVER] == (0, "TransferTimeoutError", 1, True)
 
 

@@ -17,7 +17,7 @@ import torch.distributed as dist
 import torchrelay as tr
 from tests.support.faults import CHUNK, GRACE, attempt, received, same, sent, verdict, weights
 from tests.support.ranks import RankPool, run_ranks
-from tests.support.ways import by, every_route, every_way, patched
+from tests.support.ways import by, every_route, every_way, patched, refused_soon
 from torchrelay.memory.threads import IDLE
 from torchrelay.transports.protocol import receiver as receiver_module
 from torchrelay.transports.protocol.sender import Sending
@@ -111,10 +111,11 @@ def mixed(rank: int, group: Any, rounds: int) -> list[Any]:
         elif kind in ("receiver", "stop"):
             receiving = failing if kind == "receiver" else interrupting
         begun = time.monotonic()
-        if rank == 0:
-            end = ends_with(relay.send, state, 1, step=number, progress=sending)
-        else:
-            end = ends_with(relay.recv, 0, into=into, step=step, progress=receiving)
+        with refused_soon():
+            if rank == 0:
+                end = ends_with(relay.send, state, 1, step=number, progress=sending)
+            else:
+                end = ends_with(relay.recv, 0, into=into, step=step, progress=receiving)
         outcomes.append((kind, end, time.monotonic() - begun))
         if rank == 1:
             expected = new if kind == "fine" else seed
@@ -352,7 +353,7 @@ def short_deadline(rank: int, group: Any) -> Any:
     relay = tr.Relay(group, chunk_bytes=CHUNK, join_window=60)
     meet(group)
     if rank == 0:
-        return sent(relay, 1, [1, 2, 3], 6.0)
+        return sent(relay, 1, [1, 2, 3], 4.0)
     if rank == 3:
         return None
     return received(relay, 0, weights(OLD), OLD, 1, LONG)
@@ -360,7 +361,7 @@ def short_deadline(rank: int, group: Any) -> Any:
 
 def test_an_absent_receiver_leaves_the_others_time_to_be_served(pool4):
     ours, one, two, _ = pool4.run(short_deadline, fresh_group=True)
-    assert ours.error is None and ours.failed == (3,) and ours.seconds < 6 + GRACE
+    assert ours.error is None and ours.failed == (3,) and ours.seconds < 4 + GRACE
     assert one.weights == two.weights == 1
 
 

@@ -21,7 +21,7 @@ import torch.distributed as dist
 
 import torchrelay as tr
 from tests.support.faults import CHUNK
-from tests.support.ways import WAYS, by
+from tests.support.ways import WAYS, by, refused_soon
 from torchrelay.dropin import PGTransport
 from torchrelay.progress import Progress
 
@@ -102,7 +102,7 @@ def lives(rank: int, group: Any) -> dict[str, tuple[int, str]]:
     def in_place(**options: Any) -> None:
         relay.recv(0, into=watched.state(), **options)
 
-    with without_collector():
+    with without_collector(), refused_soon():
         for number in range(3):
             scene(f"new {number}", lambda state: relay.send(state, 1), new)
         scene("in place", lambda state: relay.send(state, 1), in_place)

@@ -12,8 +12,8 @@ import torch
 
 import torchrelay as tr
 from tests.support.ranks import reached
-from torchrelay import relay as relay_module
 from torchrelay.transports.meeting.conversation import Conversation
+from torchrelay.transports.protocol import sender as sender_module
 from torchrelay.transports.protocol.receiver import Receiving
 from torchrelay.transports.protocol.sender import Sending
 from torchrelay.transports.routes.host.ring import RingFiller
@@ -104,7 +104,7 @@ def _says(kind: type) -> Callable[..., bool]:
 
 
 _SENDER = {
-    "capture": _Spot(relay_module, "capture"),
+    "capture": _Spot(sender_module, "capture"),
     "joined": _Spot(Sending, "offer"),
     "go": _Spot(Sending, "go"),
     "confirm": _Spot(Sending, "confirm"),

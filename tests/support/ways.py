@@ -18,6 +18,7 @@ import pytest
 
 import torchrelay as tr
 from torchrelay.memory import vectors
+from torchrelay.transports.meeting import matching
 from torchrelay.transports.routes import memory, tcp
 from torchrelay.transports.routes.host import place
 
@@ -63,6 +64,12 @@ def patched(owner: Any, **names: Any) -> Iterator[None]:
         for name, value in names.items():
             patch.setattr(owner, name, value)
         yield
+
+
+def refused_soon() -> contextlib.AbstractContextManager[None]:
+    """Within: a receiver that asks for a wrong step is refused soon, where no other send could come
+    that has it."""
+    return patched(matching, UNDECIDED_SECONDS=0.2)
 
 
 def elsewhere(**lies: Any) -> contextlib.AbstractContextManager[None]:

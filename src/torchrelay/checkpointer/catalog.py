@@ -173,12 +173,18 @@ class Catalog:
                 intact[step] = saved._replace(shown=shown)
             elif step in self._damaged:
                 continue
-            elif before is None or before.shown != shown:
+            elif (
+                before is not None
+                and before.shown == shown
+                and (step not in newest or self._has_files(step, before.sizes))
+            ):
+                intact[step] = before
+            else:
+                # Of a bucket the listing does not show that a step was replaced: files of other
+                # sizes do.
                 with suppress(FormatError):  # written by a later version: it stays
                     if (found := self._look(step, shown)) is not None:
                         intact[step] = found
-            elif step not in newest or self._has_files(step, before.sizes):
-                intact[step] = before
         return intact
 
     def _has_files(self, step: int, sizes: Mapping[str, int]) -> bool:

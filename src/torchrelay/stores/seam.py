@@ -254,6 +254,9 @@ class Store(Protocol):
     def draft_id(self, step: int) -> str:
         """The id of the draft that became this step."""
 
+    def version(self, step: int) -> str:
+        """Another one whenever the step was saved again. It costs far less than its record."""
+
     def draft(self, step: int, token: str, *, overwrite: bool = False) -> Draft:
         """A draft; nothing is written before its `begin`."""
 

@@ -207,7 +207,7 @@ def test_a_flood_of_strangers_keeps_no_peer_out(identity: Identity, door: Door) 
     took: list[float] = []
     with Flood(identity) as flood:
         flood.wait_until_made(500)
-        while flood.made < 2_000 or len(took) < 30:
+        while flood.made < 1_000 or len(took) < 30:
             begun = time.monotonic()
             hello = Hello(CONTROL, door.id, len(took))
             call_until(identity, hello, door.token, Deadline(SOON)).close()

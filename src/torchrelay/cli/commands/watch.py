@@ -85,7 +85,7 @@ def _events(
         listed = [*(disk["steps"] for disk in status.get("disk", ())), status.get("steps", ())]
         found = {one["step"]: one for one in chain(*listed)}
         for step, facts in sorted(found.items()):
-            if step not in steps:
+            if step not in steps or _was_replaced(steps[step], facts):
                 yield {"event": "step", **facts}
         for step in sorted(steps.keys() - found.keys()):
             yield {"event": "gone", "step": step}
@@ -102,6 +102,13 @@ def _events(
         if left() <= 0:
             return
         time.sleep(min(interval, max(0.0, left())))
+
+
+def _was_replaced(before: dict[str, Any], now: dict[str, Any]) -> bool:
+    """Whether a step was saved or published again. One that leaves an endpoint, and is still in a
+    directory, was not."""
+    known = [name for name in ("time", "snapshot") if None not in (before.get(name), now.get(name))]
+    return any(before[name] != now[name] for name in known)
 
 
 def _line(event: dict[str, Any]) -> str:

@@ -51,7 +51,8 @@ class WatchedPlaces:
         self._url = urls[0] if urls else None
         self._places = {name: store_at(name) for name in where if name not in urls}
         self._started = time.time()
-        self._facts: dict[tuple[str, int], dict[str, Any]] = {}
+        # With the version of the step that they are of: it may be saved again.
+        self._facts: dict[tuple[str, int], tuple[str, dict[str, Any]]] = {}
 
     def steps(self) -> list[int]:
         found = {step for there in self._places.values() for step in _steps(there)}
@@ -116,19 +117,32 @@ class WatchedPlaces:
 
     def _listed(self, there: Store, step: int) -> dict[str, Any]:
         key = (there.url, step)
-        if key not in self._facts or in_words(self._facts[key]):
-            facts = bounded(
-                lambda: listed(there, step), ASK_SECONDS, "read the record", file=there.url
-            )
-            self._facts[key] = {
-                "step": step,
-                "bytes": facts.get("bytes", 0),
-                "ranks": facts.get("ranks", 0),
-                "time": epoch_seconds(facts.get("time", "")),
-                "damage": facts["damage"],
-                "unread": facts["unread"],
-            }
-        return self._facts[key]
+        known = self._facts.get(key)
+        self._facts[key] = bounded(
+            lambda: _look(there, step, known), ASK_SECONDS, "read the record", file=there.url
+        )
+        return self._facts[key][1]
+
+
+def _look(
+    there: Store, step: int, known: tuple[str, dict[str, Any]] | None
+) -> tuple[str, dict[str, Any]]:
+    """The version of a step and its facts: those that are known, if they are whole and of it."""
+    try:
+        version = there.version(step)
+    except OSError:  # `listed` says why
+        version = ""
+    if version and known is not None and known[0] == version and not in_words(known[1]):
+        return known
+    facts = listed(there, step)
+    return version, {
+        "step": step,
+        "bytes": facts.get("bytes", 0),
+        "ranks": facts.get("ranks", 0),
+        "time": epoch_seconds(facts.get("time", "")),
+        "damage": facts["damage"],
+        "unread": facts["unread"],
+    }
 
 
 def _steps(there: Store) -> list[int]:

@@ -25,7 +25,7 @@ from torchrelay.stores.local.removal import closing, remove_directory
 from torchrelay.stores.local.root import StepRoot, directory_id, host_name, is_committed, token
 from torchrelay.stores.local.step import LocalStep
 from torchrelay.stores.retry import ONCE, Retry
-from torchrelay.stores.seam import Listing, settled
+from torchrelay.stores.seam import MANIFEST, Listing, settled
 
 FOREIGN_AGE = 24 * 3600.0  # seconds after which another host's draft counts as left behind
 _LEFT_BEHIND = re.compile(r"step-(\d+)\.(tmp|old)-(.+)-(\d+)-[0-9a-f]+")
@@ -53,6 +53,11 @@ class LocalStore:
 
     def draft_id(self, step: int) -> str:
         return directory_id(self._root.existing(step))
+
+    def version(self, step: int) -> str:
+        # A file system gives the number of a directory that was removed to a later one.
+        record = (self._root.existing(step) / MANIFEST).stat()
+        return f"{record.st_ino}-{record.st_mtime_ns}"
 
     def draft(self, step: int, token: str, *, overwrite: bool = False) -> LocalDraft:
         return LocalDraft(self._root, step, token, overwrite)

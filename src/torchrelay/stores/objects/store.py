@@ -80,6 +80,8 @@ class ObjectStore:
     def draft_id(self, step: int) -> str:
         return folder_of(self._bucket, step)
 
+    version = draft_id
+
     def draft(self, step: int, token: str, *, overwrite: bool = False) -> ObjectDraft:
         if step < 0:
             raise UsageError(f"step {step} is negative")

@@ -29,6 +29,7 @@ class SendOptions:
     verify: bool | None
     route: str | None
     connections: int
+    chunk_bytes: int | None = None
 
 
 @dataclass(frozen=True)

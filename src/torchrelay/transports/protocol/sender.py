@@ -7,14 +7,14 @@ calls back what must be done.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 
 from torchrelay.deadlines import Deadline
 from torchrelay.errors import RelayError
 from torchrelay.memory.pool import cores
 from torchrelay.plan.gather.asked import decode_reads
-from torchrelay.plan.snapshot import Snapshot, SnapshotPart
+from torchrelay.plan.snapshot import Snapshot, SnapshotPart, capture
 from torchrelay.results import Outcome, Report, Traffic
 from torchrelay.transports.meeting.connection import ConnectionLost, Inbox, MessageHeard
 from torchrelay.transports.meeting.matching import OpenSend, ReceiverJoined
@@ -61,11 +61,10 @@ class Sending:
 
     # The call
 
-    def run(self, describe: Callable[[], Snapshot]) -> Report:
-        """Send what `describe` returns."""
+    def run(self, state: object) -> Report:
         try:
             with self._node.open(self._open):
-                self._run(describe)
+                self._run(state)
             sent = f"{self._total('wire_bytes')} of {self.snapshot.chunks.stream_bytes} bytes sent"
             step, phase = self._options.step, self._watch.phase
             failure = outcome(self._peers.values(), sent=sent, step=step, phase=phase)
@@ -80,11 +79,17 @@ class Sending:
             # Driver and machine hold each other, and with them the state.
             del self._machine.effects
 
-    def _run(self, describe: Callable[[], Snapshot]) -> None:
+    def _run(self, state: object) -> None:
         try:
             # Receivers come while the state is described.
             with self._watch("capture"):
-                self.snapshot = describe()
+                self.snapshot = capture(
+                    state,
+                    self._options.step,
+                    receivers=len(self._peers),
+                    chunk_bytes=self._options.chunk_bytes,
+                    objects=True,
+                )
                 self._record = self.snapshot.encoded()
             self._outgoing = Outgoing(self.snapshot, self._member, self._options.verify)
             with self._watch("join"):
