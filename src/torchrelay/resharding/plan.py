@@ -25,14 +25,14 @@ from torchrelay.landing.options import LandingOptions
 from torchrelay.landing.places import Landed, Landing
 from torchrelay.landing.seam import land_share
 from torchrelay.landing.workspace import Workspace
-from torchrelay.plan.gather.reads import SCATTERED, GatherReads, RankReads
-from torchrelay.plan.gather.union import Union
 from torchrelay.plan.region import Stream, copy_boxes
 from torchrelay.plan.share.rank_share import RankShare
 from torchrelay.record.dtypes import itemsize
 from torchrelay.record.pause import gc_paused
 from torchrelay.record.reads import Reads
 from torchrelay.record.schema import Record
+from torchrelay.resharding.reads import SCATTERED, GatherReads, RankReads
+from torchrelay.resharding.union import Union
 from torchrelay.state import tensors as t
 from torchrelay.state.local_parts import cut
 

@@ -15,13 +15,13 @@ import numpy as np
 
 from torchrelay.errors import MismatchError
 from torchrelay.geometry.boxes import Box, Comparisons, Numbers, run_of, shared, within
-from torchrelay.plan.gather.union import Union
 from torchrelay.plan.share.leaves import WHOLE
 from torchrelay.plan.share.rank_share import RankShare
 from torchrelay.record.dtypes import itemsize
 from torchrelay.record.reads import Reads
 from torchrelay.record.rows import Marks
 from torchrelay.record.schema import Record, column_of
+from torchrelay.resharding.union import Union
 
 _encode = msgspec.msgpack.Encoder().encode
 SCATTERED = -1  # in place of a byte of an image
