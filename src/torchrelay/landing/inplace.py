@@ -218,10 +218,12 @@ class ExistingTensors(StateLanding):
             marks[table.image[table.gpu != number]] = False
             yield device_of(number), np.flatnonzero(marks & ~near)
 
-    def own(self) -> Iterator[tuple[int, torch.Tensor]]:
-        columns = self._straight.image.tolist(), self._straight.leaf.tolist()
-        for image, number in zip(*columns, strict=True):
-            yield image, self._tensors[number]
+    def own(self) -> HeldImages:
+        rows, found = self._straight, HeldImages(self.chunks)
+        found.memory = [self._tensors[number] for number in rows.leaf.tolist()]
+        found.far = (~rows.on_host).tolist()
+        found.numbers[rows.image] = np.arange(len(rows.image))
+        return found
 
     # The end
 

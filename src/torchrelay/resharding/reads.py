@@ -14,123 +14,96 @@ import msgspec
 import numpy as np
 
 from torchrelay.errors import MismatchError
-from torchrelay.geometry.boxes import Box, Comparisons, Numbers, run_of, shared, within
-from torchrelay.plan.share.leaves import WHOLE
+from torchrelay.geometry.boxes import Box, Comparisons, Numbers
+from torchrelay.plan.reads import SCATTERED, BoxReads, Overlap, ReadTable, equal_rows
 from torchrelay.plan.share.rank_share import RankShare
-from torchrelay.record.dtypes import itemsize
 from torchrelay.record.reads import Reads
-from torchrelay.record.rows import Marks
-from torchrelay.record.schema import Record, column_of
+from torchrelay.record.schema import column_of
 from torchrelay.resharding.union import Union
 
 _encode = msgspec.msgpack.Encoder().encode
-SCATTERED = -1  # in place of a byte of an image
 
 
 class RankReads(NamedTuple):
-    """Reads of one rank, in columns: the image, the box of it (an index in `boxes`, or `WHOLE`),
-    the bytes, and the image of the share that they go to.
-
-    `at` says from which byte of that image on; or it is `SCATTERED`, and `targets` has the box of
-    the image that they fill, by the same index as `boxes`.
-    """
+    """Reads of one rank: the image of its record that each is of, and what it is `filling`."""
 
     images: Numbers
-    box: Numbers
-    nbytes: Numbers
-    share: Numbers
-    at: Numbers
-    boxes: list[Box]
-    targets: list[Box]
+    filling: BoxReads
 
-    def filled(self) -> Iterator[tuple[int, int, int, Box | None]]:
-        """The target of each read: image, byte and bytes; the box of it where it is scattered."""
-        columns = (self.share, self.at, self.nbytes, self.box)
-        for image, at, nbytes, box in zip(*(column.tolist() for column in columns), strict=True):
-            yield image, at, nbytes, self.targets[box] if at == SCATTERED else None
+    def filled(self) -> Iterator[tuple[int, Box]]:
+        """The image of the share that each read fills, and the part of it."""
+        _, share, _, _, _, cuts, known = self.filling
+        return zip(share.tolist(), [known[cut].to for cut in cuts.tolist()], strict=True)
 
-    @classmethod
-    def none(cls) -> RankReads:
-        no: Numbers = np.zeros(0, np.int64)
-        return cls(no, no, no, no, no, [], [])
-
-    def some(self, rows: Numbers | Marks) -> RankReads:
-        columns = (self.images, self.box, self.nbytes, self.share, self.at)
-        images, box, nbytes, share, at = (column[rows] for column in columns)
-        return RankReads(images, box, nbytes, share, at, self.boxes, self.targets)
+    def some(self, rows: Numbers) -> RankReads:
+        return RankReads(self.images[rows], self.filling.some(rows))
 
     def asked(self, chunk_bytes: int) -> Reads:
-        """As the rank is asked for them."""
-        cut = self.box != WHOLE
-        used, inverse = np.unique(self.box[cut], return_inverse=True)
-        numbers = np.zeros(len(cut), np.int64)
-        numbers[cut] = inverse + 1
-        boxes = tuple([self.boxes[number] for number in used.tolist()])
-        return Reads(self.images, chunk_bytes, column_of(numbers), boxes)
+        """As the rank is asked for them: images as they lie, or the elements of boxes of them."""
+        _, _, _, start, at, numbers, cuts = self.filling
+        used, inverse = np.unique(numbers, return_inverse=True)
+        whole = np.array([cuts[n].part[1] == cuts[n].box[1] for n in used.tolist()], bool)
+        cut = ~whole[inverse] | (start == SCATTERED) | (at == SCATTERED)
+        used, inverse = np.unique(numbers[cut], return_inverse=True)
+        box_of = np.zeros(len(cut), np.int64)
+        box_of[cut] = inverse + 1
+        boxes = tuple([cuts[number].part for number in used.tolist()])
+        return Reads(self.images, chunk_bytes, column_of(box_of), boxes)
 
 
 class _SharedBox(NamedTuple):
-    """The box `both` of several images of the share, which is wanted: a part of the box `owned` of
-    ranks, and of the box `wanted` of this one. `nbytes` has its bytes, and `holders` the rows of
+    """A box that has the same elements of several images of the share. `holders` has the rows of
     the union's boxes that have it: a row for each image, a column for each rank."""
 
     images: Numbers
     holders: Numbers
-    owned: Box
-    wanted: Box
-    both: Box
-    nbytes: int
+    overlap: Overlap
 
 
 class GatherReads:
-    """The reads that fill some images of a share, `only` these, whose record is `record`; `by_rank`
-    has them by the place of the rank. `lost` has the places of ranks that are not asked.
+    """The reads that fill some images of a share, `only` these; `by_rank` has them by the place of
+    the rank. `lost` has the places of ranks that are not asked.
 
     `MismatchError` names a tensor that the ranks do not have all of.
     """
 
     def __init__(
-        self,
-        union: Union,
-        share: RankShare,
-        record: Record,
-        only: Numbers,
-        lost: Collection[int] = (),
+        self, union: Union, share: RankShare, only: Numbers, lost: Collection[int] = ()
     ) -> None:
-        self._share, self._union, self._record = share, union, record
-        self._lost = list(lost)
+        self._share, self._union, self._lost = share, union, list(lost)
         self._comparisons = Comparisons()
-        # In columns: rank, image, box, bytes, image of the share, and where they go there.
-        self._columns: list[tuple[Numbers, ...]] = []
-        self._boxes: list[Box] = []
-        self._targets: list[Box] = []
-        self._loads: Numbers = np.zeros(len(union.joined.ranks), np.int64)  # bytes of each rank
+        places, table = union.boxes.places, ReadTable()
+        loads: Numbers = np.zeros(len(union.joined.ranks), np.int64)  # bytes of each rank
+
+        def add(box: _SharedBox, holders: Numbers) -> None:
+            np.add.at(loads, places[holders], box.overlap.nbytes)
+            table.add(holders, box.images, box.overlap)
+
         several: list[_SharedBox] = []
-        for images, holders in self._alike(only[record.box_bytes[only] > 0]):
+        for images, holders in self._alike(only[share.record.box_bytes[only] > 0]):
             for box in self._shared(images, holders):
                 if box.holders.shape[1] > 1:
                     several.append(box)
                 else:
-                    self._add_box(box, box.holders[:, 0])
+                    add(box, box.holders[:, 0])
         # Large boxes are given first, each to the rank that has least to send.
-        for box in sorted(several, key=lambda found: -found.nbytes):
-            loads = self._loads[union.boxes.places[box.holders[0]]]
-            counts = _shared_out(len(box.images), box.nbytes, loads)
+        for box in sorted(several, key=lambda found: -found.overlap.nbytes):
+            theirs = loads[places[box.holders[0]]]
+            counts = _shared_out(len(box.images), box.overlap.nbytes, theirs)
             column = np.repeat(np.arange(len(counts)), counts)
-            self._add_box(box, box.holders[np.arange(len(column)), column])
-        self.by_rank = self._by_rank()
+            add(box, box.holders[np.arange(len(column)), column])
+        self.by_rank = self._by_rank(table.reads())
 
-    def _by_rank(self) -> dict[int, RankReads]:
+    def _by_rank(self, reads: BoxReads) -> dict[int, RankReads]:
         """The reads of each rank in the order in which the share has them, those of one device of
         the rank next to each other."""
         found: dict[int, RankReads] = {}
-        columns = [np.concatenate(some) for some in zip(*self._columns, strict=True)]
-        for place in np.unique(columns[0]).tolist() if columns else ():
-            mine = columns[0] == place
-            images, box, nbytes, share, at = (column[mine] for column in columns[1:])
-            devices = self._union.joined.rows[place].record.image_devices[images]
-            reads = RankReads(images, box, nbytes, share, at, self._boxes, self._targets)
-            found[place] = reads.some(np.lexsort((at, share, devices)))
+        places, images = (column[reads.boxes] for column in self._union.boxes[1:3])
+        for place in np.unique(places).tolist():
+            mine = np.flatnonzero(places == place)
+            devices = self._union.joined.rows[place].record.image_devices[images[mine]]
+            mine = mine[np.lexsort((reads.at[mine], reads.share[mine], devices))]
+            found[place] = RankReads(images[mine], reads.some(mine))
         return found
 
     def _alike(self, images: Numbers) -> Iterator[tuple[Numbers, Numbers]]:
@@ -143,31 +116,25 @@ class GatherReads:
         for count in np.flatnonzero(np.bincount(counts)).tolist():
             some = np.flatnonzero(counts == count)
             holders = there[first[some, None] + np.arange(count)]
-            numbers = self._share.source_boxes[images[some], None]
-            keys = np.hstack([numbers, boxes.places[holders], boxes.kinds[holders]])
-            keys = np.hstack([keys, self._record.image_kind[images[some], None]])
-            for rows in _equal_rows(keys):
+            kinds = self._share.record.image_kind[images[some], None]
+            for rows in equal_rows(np.hstack([kinds, boxes.places[holders], boxes.kinds[holders]])):
                 yield images[some[rows]], holders[rows]
 
     def _shared(self, images: Numbers, holders: Numbers) -> Iterator[_SharedBox]:
         """The boxes that fill images which are alike."""
-        union, image = self._union, int(images[0])
-        source, number = int(self._share.sources[image]), int(self._share.source_boxes[image])
-        kind = union.record.kind_of_image(source)
-        wanted = (0,) * len(kind.shape), kind.shape
-        if number != WHOLE:
-            wanted = self._share.boxes[number]
-        for owned, columns in self._cover(source, kind.shape, holders[0]):
-            both = shared(owned, wanted)
-            if both is not None:
-                nbytes = prod(both[1]) * itemsize(kind.dtype)
-                yield _SharedBox(images, holders[:, columns], owned, wanted, both, nbytes)
+        union, kind = self._union, self._share.record.kind_of_image(int(images[0]))
+        for owned, columns in self._cover(int(self._share.sources[images[0]]), holders[0]):
+            kinds = union.boxes.kinds[holders[0, columns]].tolist()
+            # Ranks may have the box in memory of different orders: then its elements are asked for.
+            orders = [union.box_kinds[one].strides for one in kinds]
+            strides = next(filter(None, orders), None)
+            overlap = Overlap.of(kind, owned, strides)
+            if overlap is not None:
+                yield _SharedBox(images, holders[:, columns], overlap)
 
-    def _cover(
-        self, source: int, shape: tuple[int, ...], holders: Numbers
-    ) -> list[tuple[Box, list[int]]]:
+    def _cover(self, source: int, holders: Numbers) -> list[tuple[Box, list[int]]]:
         """Boxes that cover an image of the union once, and which of its holders have each."""
-        union = self._union
+        union, shape = self._union, self._union.record.kind_of_image(source).shape
         union.check_value(source)
         found: dict[bytes, tuple[Box, list[int]]] = {}
         for column, kind in enumerate(union.boxes.kinds[holders].tolist()):
@@ -191,34 +158,6 @@ class GatherReads:
             "name every rank that has a part of it as a source",
             path=path,
         )
-
-    def _add_box(self, box: _SharedBox, holders: Numbers) -> None:
-        """Read a box of several images, each from one of its holders."""
-        places, sources, kinds = (column[holders] for column in self._union.boxes[1:])
-        _, _, owned, wanted, both, nbytes = box
-        target = within(both, wanted), both[1]
-        run = run_of(target, wanted[1])
-        at = SCATTERED if run is None else run * (nbytes // prod(both[1]))
-        np.add.at(self._loads, places, nbytes)
-        # Parts of a box, and bytes that lie in another order there, are asked for as elements.
-        number = WHOLE
-        strides = self._record.kind_of_image(int(box.images[0])).strides
-        there = [self._union.box_kinds[kind].strides for kind in np.unique(kinds).tolist()]
-        if both != owned or at == SCATTERED or any(one != strides for one in there):
-            number = len(self._boxes)
-            self._boxes.append((within(both, owned), both[1]))
-            self._targets.append(target)
-        columns = (places, sources, number, nbytes, box.images, at)
-        self._columns.append(tuple(np.broadcast_arrays(*columns)))
-
-
-def _equal_rows(keys: Numbers) -> list[Numbers]:
-    """The rows of a table that are equal, together."""
-    if not len(keys) or (keys == keys[0]).all():
-        return [np.arange(len(keys))] if len(keys) else []
-    _, inverse, counts = np.unique(keys, axis=0, return_inverse=True, return_counts=True)
-    order = np.argsort(inverse.reshape(-1), kind="stable")
-    return np.split(order, np.cumsum(counts)[:-1])
 
 
 def _shared_out(count: int, nbytes: int, loads: Numbers) -> Numbers:

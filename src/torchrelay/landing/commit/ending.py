@@ -7,7 +7,7 @@ the first write there is a way back; after it the state is new, or said to be to
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -49,10 +49,10 @@ class StateLanding(Landing, ABC):
         """Whether two images that are held have the same bytes."""
         return torch.equal(self.held.bytes(one).cpu(), self.held.bytes(other).cpu())
 
-    def own(self) -> Iterator[tuple[int, torch.Tensor]]:
-        """Images, each with the caller's tensor or local part that takes it as it is; none where
-        they are staged."""
-        return iter(())
+    def own(self) -> HeldImages:
+        """The caller's tensors and local parts that take images as they are; none where all images
+        are held."""
+        return HeldImages(self.chunks)
 
     @abstractmethod
     def make(self) -> None:

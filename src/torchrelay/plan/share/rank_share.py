@@ -71,9 +71,9 @@ class RankShare:
     two have a path, the first counts. `include` chooses leaves by patterns of their paths;
     `guessed` is as for `Selection`.
 
-    `new` or `fitted` is called once. After that each image of the share is all, or one of the
-    `boxes`, of a recorded image: `sources` and `source_boxes`. `look` is called with each recorded
-    image for which memory is going to be taken.
+    `new` or `fitted` is called once. After that the share is a `record`, each of whose images is
+    all of a recorded image, or one box of it: `sources` has the number of that. `look` is called
+    with the recorded images for which memory is going to be taken.
     """
 
     def __init__(
@@ -82,7 +82,7 @@ class RankShare:
         *,
         include: tuple[str, ...] = (),
         guessed: bool = False,
-        look: Callable[[int], None] | None = None,
+        look: Callable[[Numbers], None] | None = None,
     ) -> None:
         self._ranks = [ranks[0], *(rows for rows in ranks[1:] if rows.tree != ranks[0].tree)]
         self._recorded = ranks[0].record
@@ -92,12 +92,11 @@ class RankShare:
         exact = len(self._ranks) == 1  # so everything in it was one state
         self.tree = laid_over([(rows.tree, len(rows)) for rows in self._ranks])
         self.choice = Selection(include, self._leaves, exact=exact, guessed=guessed)
+        self.record: Record
         self.sources: Numbers = _none
-        self.source_boxes: Numbers = _none
         self.twins: list[Twins] = []
         self._local_boxes = LocalBoxes()
         self._boxes: Numbered[Box] = Numbered()
-        self.boxes = self._boxes.found
         self._kinds = KindTable()
         self._rows: list[_ShareRows] = []
         self._others: dict[int, m.Leaf] = {}  # their parts are numbered in `_parts`
@@ -207,15 +206,8 @@ class RankShare:
         return len(self._parts) - 1
 
     def _late(self, pairs: Pairs, plain: Numbers) -> set[int]:
-        """The leaves of the share that are not all of an image, element by element."""
-        kinds = self._recorded.image_kinds
-        facts = np.array([self._wholes.fact(kind.dtype, kind.shape) for kind in kinds], np.int64)
-        of_images = np.append(facts[self._recorded.image_kind], NONE)
-        source = pairs.source[plain]
-        straight = (source != NONE) & (
-            of_images[source] == self._wholes.facts[pairs.offered[plain]]
-        )
-        late = pairs.leaf[plain][~straight].tolist()
+        """The leaves of the share that are not all of an image."""
+        late = pairs.leaf[plain[pairs.source[plain] == NONE]].tolist()
         return {leaf for leaf in late if isinstance(self._others.get(leaf, _TENSOR), _HELD)}
 
     # Leaves that are distributed here.
@@ -247,9 +239,9 @@ class RankShare:
         for row in np.flatnonzero(self._wholes.facts[offered] != facts[numbers])[:1].tolist():
             kind, path = kinds[int(numbers[row])], pairs.path(int(some[row]))
             self._wholes.check(int(offered[row]), kind.dtype, kind.shape, path)
-        for row, number in zip(some.tolist(), numbers.tolist(), strict=True):
-            if kinds[number].is_partial:
-                raise MismatchError(PARTIAL, path=pairs.path(row))
+        partial = np.array([kind.is_partial for kind in kinds], bool)
+        for row in some[partial[numbers]][:1].tolist():
+            raise MismatchError(PARTIAL, path=pairs.path(row))
         pairs.source[some], pairs.box[some] = self._wholes.sources[offered], box_of[numbers]
         columns = (kind_of[numbers], pairs.source[some], pairs.box[some])
         self._rows.append(_ShareRows(pairs.leaf[some], *columns, np.zeros(len(some), np.int64)))
@@ -328,13 +320,12 @@ class RankShare:
         more = np.array([*self._parts, *twins], np.int64).reshape(-1, 2)
         if self._look is not None:
             some = sources if taken is None else sources[np.isin(leaves, list(taken))]
-            for image in np.unique(np.concatenate([some, more[:, 0]])).tolist():
-                self._look(image)
-        wide = len(self.boxes) + 1
+            self._look(np.unique(np.concatenate([some, more[:, 0]])))
+        wide = len(self._boxes.found) + 1
         codes = np.concatenate([sources, more[:, 0]]) * wide
         codes += np.concatenate([boxes, more[:, 1]]) + 1
         refs, images = np.unique(codes, return_inverse=True)
-        self.sources, self.source_boxes = refs // wide, refs % wide - 1
+        self.sources, source_boxes = refs // wide, refs % wide
         of_parts = images[len(leaves) :].tolist()
 
         def moved(part: m.TensorLeaf) -> m.TensorLeaf:
@@ -349,19 +340,20 @@ class RankShare:
             self.twins.append(Twins(first, second, path))
         rows = TensorRows(leaves, kinds, images[: len(leaves)], offsets)
         found = outline(tree, numbers.count, others, rows)
-        return self._kinds.record((found,), self._image_kinds(), step=self._recorded.step)
+        kinds_of = self._image_kinds(source_boxes, wide)
+        self.record = self._kinds.record((found,), kinds_of, step=self._recorded.step)
+        return self.record
 
-    def _image_kinds(self) -> Numbers:
-        """The kind of each image of the share."""
-        wide = len(self.boxes) + 1
-        codes = self._recorded.image_kind[self.sources] * wide + self.source_boxes + 1
+    def _image_kinds(self, boxes: Numbers, wide: int) -> Numbers:
+        """The kind of each image of the share, by its box of a recorded one; 0 is all of it."""
+        codes = self._recorded.image_kind[self.sources] * wide + boxes
         found, inverse = np.unique(codes, return_inverse=True)
         kinds = []
         for code in found.tolist():
             number, box = divmod(code, wide)
             kind = self._recorded.image_kinds[number]
             if box:
-                made = ImageKind.of_boxes(kind.dtype, kind.shape, [self.boxes[box - 1]])
+                made = ImageKind.of_boxes(kind.dtype, kind.shape, [self._boxes.found[box - 1]])
             else:
                 made = ImageKind(kind.dtype, kind.shape, kind.strides)
             kinds.append(made)
