@@ -136,8 +136,7 @@ class RankLoad:
             nbytes, name = int(share.box_bytes[image]), self._name(image)[:80]
             raise ManifestError(f"{nbytes} bytes of {name!r} for memory of {room[number]} bytes")
         reads = self._reads.some(rows_of(self._reads, images))
-        far = np.array(held.far, bool)[held.numbers[reads.share]]
-        is_run = (reads.start >= 0) & (reads.at >= 0) & ~far
+        is_run = (reads.start >= 0) & (reads.at >= 0) & ~held.on_device(reads.share)
         some = reads.some(is_run)
         direct = DirectReads(
             record.box_volumes[some.boxes],

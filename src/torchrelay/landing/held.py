@@ -64,6 +64,11 @@ class HeldImages:
         found: Column = self._bases[self.numbers[images]] + self.offsets[images]
         return found
 
+    def on_device(self, images: Numbers) -> Marks:
+        """Whether images lie on a device that are held."""
+        found: Marks = np.array(self.far, bool)[self.numbers[images]]
+        return found
+
     def room(self, images: Numbers) -> Column:
         """Bytes from where images lie to the end of the memory there."""
         ends = np.array([memory.nbytes for memory in self.memory], np.uint64)

@@ -176,7 +176,7 @@ class PartLanding(Landing):
         self._waits_at = np.cumsum(padded) - padded
         addresses[scattered] = np.uint64(self._waiting.data_ptr()) + self._waits_at
         columns = (self.chunks.places, addresses, filling.nbytes.astype(np.uint64))
-        far = np.array(held.far, bool)[held.numbers[filling.share]] & ~scattered
+        far = held.on_device(filling.share) & ~scattered
         host, device = (Runs(*(column[some] for column in columns)) for some in (~far, far))
         memory = partial(_far_memory, held, filling.some(far), self.chunks.places[far])
         self.places = Stream(host, [], self.chunks.stream_bytes, device, memory)
