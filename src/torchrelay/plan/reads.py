@@ -92,15 +92,14 @@ class ReadTable:
         self._cuts.append(cut)
 
     def reads(self) -> BoxReads:
-        """All of them, in the order of the images that they fill."""
+        """All of them."""
         columns = (np.concatenate(some) for some in zip(*self._columns, strict=True))
         boxes, share, nbytes, start, at, cut = columns
-        found = BoxReads(boxes, share, nbytes, start, at, cut, self._cuts)
-        return found.some(np.argsort(share, kind="stable"))
+        return BoxReads(boxes, share, nbytes, start, at, cut, self._cuts)
 
 
 def stored_reads(record: Record, share: RankShare) -> BoxReads:
-    """The reads of a step at rest that fill all images of a share of it."""
+    """The reads of a step at rest that fill all images of a share of it, in their order."""
     table, wanted = ReadTable(), share.record
     kinds = record.image_kind[share.sources], wanted.image_kind
     for images in equal_rows(np.stack(kinds, axis=1)):
@@ -111,7 +110,8 @@ def stored_reads(record: Record, share: RankShare) -> BoxReads:
             overlap = Overlap.of(wanted.image_kinds[here], box, None)
             if overlap is not None:
                 table.add(first + number, images, overlap)
-    return table.reads()
+    found = table.reads()
+    return found.some(np.argsort(found.share, kind="stable"))
 
 
 def equal_rows(keys: Numbers) -> list[Numbers]:
@@ -124,6 +124,6 @@ def equal_rows(keys: Numbers) -> list[Numbers]:
 
 
 def rows_of(reads: BoxReads, images: Numbers) -> Numbers:
-    """The reads that fill some images."""
+    """The reads that fill some images, of reads in the order of their images."""
     first = np.searchsorted(reads.share, images)
     return runs(first, np.searchsorted(reads.share, images, side="right") - first)

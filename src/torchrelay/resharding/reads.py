@@ -41,9 +41,8 @@ class RankReads(NamedTuple):
     def asked(self, chunk_bytes: int) -> Reads:
         """As the rank is asked for them: images as they lie, or the elements of boxes of them."""
         _, _, _, start, at, numbers, cuts = self.filling
-        used, inverse = np.unique(numbers, return_inverse=True)
-        whole = np.array([cuts[n].part[1] == cuts[n].box[1] for n in used.tolist()], bool)
-        cut = ~whole[inverse] | (start == SCATTERED) | (at == SCATTERED)
+        partial = np.array([one.part[1] != one.box[1] for one in cuts], bool)
+        cut = partial[numbers] | (start == SCATTERED) | (at == SCATTERED)
         used, inverse = np.unique(numbers[cut], return_inverse=True)
         box_of = np.zeros(len(cut), np.int64)
         box_of[cut] = inverse + 1
