@@ -13,24 +13,27 @@ import argparse
 import sys
 import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 import msgspec
+import numpy as np
 import torch
 
 from benchmarks.harness import machine, save
 from torchrelay.geometry import DIGEST_BYTES
-from torchrelay.plan.at_rest import describe
-from torchrelay.plan.reads import plan_reads
-from torchrelay.plan.stored import StoredTensors
+from torchrelay.landing.options import LandingOptions
+from torchrelay.landing.seam import land_share
+from torchrelay.plan.reads import rows_of, stored_reads
+from torchrelay.plan.share.rank_share import RankShare
 from torchrelay.record import manifest as m
 from torchrelay.record.encoding import decode_at_rest, encode
 from torchrelay.record.meshes import mesh_of as described
+from torchrelay.record.rows import rows_for
 from torchrelay.record.schema import Record
 from torchrelay.state import tensors as t
-from torchrelay.state.local_parts import LocalBoxes, local_parts
 from torchrelay.state.meshes import described_mesh
 from torchrelay.stores.shares.commit_record import commit_record, decode_shares, sealed
 from torchrelay.stores.shares.ownership import Question, Ruling
@@ -155,19 +158,19 @@ def load_once(job: Job, manifest: bytes, ranks: list[int]) -> dict[str, float]:
     for rank in ranks:
         state = job.state(rank)
         record: Record = timed(lambda: decode_at_rest(manifest), decoding)
-        reads = timed(lambda state=state, record=record: list(reads_of(record, state)), planning)
+        plan = partial(planned_bytes, record, state, rank, job.world)
+        found = timed(plan, planning)
         wanted = sum(nbytes for nbytes in _sizes(state))
-        found = sum(read.destination.nbytes for read in reads)
         assert found == wanted, f"rank {rank} plans {found} bytes of {wanted}"
     return {"decode seconds": median(decoding), "plan seconds": median(planning)}
 
 
-def reads_of(record: Record, state: dict[str, Any]) -> Iterator[Any]:
-    stored = {tensor.name: tensor for tensor in StoredTensors(record).listed()}
-    found, boxes = describe(state), LocalBoxes()
-    for name, tensor in zip(found.names, found.tensors, strict=True):
-        for part in local_parts(tensor, boxes):
-            yield from plan_reads(stored[name], part.box, part.tensor)
+def planned_bytes(record: Record, state: dict[str, Any], rank: int, world: int) -> int:
+    """The bytes that a rank's load plans to read into its own tensors."""
+    share = RankShare(rows_for(record, rank, world))
+    landing = land_share(share, state, LandingOptions(rank=rank, unstaged=True))
+    reads, images = stored_reads(record, share), np.flatnonzero(landing.own().marks)
+    return int(reads.nbytes[rows_of(reads, images)].sum())
 
 
 def _sizes(state: dict[str, Any]) -> Iterator[int]:

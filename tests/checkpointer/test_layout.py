@@ -14,7 +14,7 @@ from torch import nn
 
 import torchrelay as tr
 from tests.support.states import STRIDED_DTYPES, assert_same, bits, storage_of, strided
-from torchrelay.plan.stored import StoredTensors
+from torchrelay.plan.stored import stored_tensors
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 
@@ -131,6 +131,6 @@ def test_every_file_is_aligned_and_accounted_for(there: tr.Checkpointer, tmp_pat
     on_disk = {f.name: f.stat().st_size for f in (tmp_path / "step-0").iterdir()}
     assert on_disk.pop("manifest.json")
     assert sizes == on_disk
-    for stored in StoredTensors(record):
+    for stored in stored_tensors(record):
         for shard in stored.shards:
             assert shard.start % getattr(torch, stored.dtype).itemsize == 0

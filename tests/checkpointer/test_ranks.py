@@ -23,7 +23,7 @@ import torchrelay as tr
 from tests.support import meshes
 from tests.support.ranks import RankPool
 from tests.support.states import assert_same, bits
-from torchrelay.plan.stored import StoredTensors
+from torchrelay.plan.stored import stored_tensors
 
 # torch warns that ShardedTensor will go away one day.
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
@@ -430,7 +430,7 @@ def test_what_differs_by_rank_comes_back_to_its_rank(
     for root in (two, four):
         with checkpointer(root) as there:
             assert_same(own_state(0), there.load().state)
-    names = {tensor.name for tensor in StoredTensors(there.record(0))}
+    names = {tensor.name for tensor in stored_tensors(there.record(0))}
     assert "rng@rank-3" in names and "same@rank-1" not in names
 
 
@@ -660,7 +660,7 @@ def _large_of_its_own(rank: int, group: Any, place: str) -> bool:
         shared = torch.arange(90_000.0)
         held.save(1, {"experts": mine, "shared": shared})
         record = held.record(1)
-        assert [len(x.shards) for x in StoredTensors(record) if x.name == "shared"] == [1]
+        assert [len(x.shards) for x in stored_tensors(record) if x.name == "shared"] == [1]
         into = {"experts": torch.zeros_like(mine), "shared": torch.zeros_like(shared)}
         held.load(into)
         return torch.equal(into["experts"], mine) and torch.equal(into["shared"], shared)

@@ -43,7 +43,7 @@ from torchrelay.endpoint.front import Endpoint
 from torchrelay.geometry import boxes
 from torchrelay.geometry.chunks import MAX_CHUNK_BYTES
 from torchrelay.memory.digest import digest
-from torchrelay.plan.gather import asked
+from torchrelay.plan import asked
 from torchrelay.plan.snapshot import capture
 from torchrelay.progress import Progress
 from torchrelay.record import dtypes, encoding, keys, manifest, meshes

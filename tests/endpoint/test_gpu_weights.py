@@ -21,10 +21,10 @@ from torchrelay.endpoint.publish.device_slots import DeviceSlots
 from torchrelay.errors import PeerLostError, RelayError
 from torchrelay.memory.gpu.block import DeviceBlock
 from torchrelay.memory.gpu.kernels import device_bytes
-from torchrelay.plan.reads import BoxRead
-from torchrelay.plan.stored import Shard, StoredTensor
+from torchrelay.plan.stored import Shard
 from torchrelay.sources.device_source import DeviceSource
 from torchrelay.sources.endpoint import EndpointSource
+from torchrelay.stores.reading.box_reads import BoxRead
 from torchrelay.stores.reading.device_copies import DeviceCopies
 
 pytestmark = pytest.mark.skipif(
@@ -309,11 +309,10 @@ def test_boxes_of_all_kinds_stay_on_the_gpu() -> None:
     block.view(start, whole.nbytes).copy_(whole.view(torch.uint8).flatten())
     torch.cuda.synchronize()
     shard = Shard((0, 0), (64, 48), 0, start)
-    tensor = StoredTensor("w", "float32", (64, 48), (shard,))
     moved: list[int] = []
 
     def taken(offsets: tuple[int, int], to: torch.Tensor) -> torch.Tensor:
-        read = BoxRead(tensor, shard, offsets, tuple(to.shape), to)
+        read = BoxRead("float32", shard, offsets, tuple(to.shape), to)
         _copies(block, [read], moved.append).land()
         return to
 

@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 
 import torchrelay as tr
 from tests.endpoint.conftest import Stage
-from torchrelay.plan.stored import StoredTensors
+from torchrelay.plan.stored import stored_tensors
 from torchrelay.record.encoding import decode_at_rest
 
 _pull = partial(tr.pull, same_host=False)  # over TCP, though this is the same host
@@ -168,10 +168,10 @@ def test_the_record_and_the_volumes(stage: Stage) -> None:
     assert steps[-1]["step"] == step
     snapshot = steps[-1]["snapshot"]
     record = decode_at_rest(_get(f"{stage.url}/record?step={step}")[2])
-    assert record.step == step and len(StoredTensors(record)) == 4
+    assert record.step == step and len(stored_tensors(record)) == 4
     places = json.loads(_get(f"{stage.url}/places.json?snapshot={snapshot}")[2])
     assert places["volumes"] == {file.name: [""] for file in record.volumes}
-    shard = next(one for one in StoredTensors(record) if one.name == "model.weight").shards[0]
+    shard = next(one for one in stored_tensors(record) if one.name == "model.weight").shards[0]
     name = record.volumes[shard.file].name
     wanted = f"bytes={shard.start}-{shard.start + 1024_000 - 1}"
     status, _, body = _get(f"{stage.url}/volumes/{snapshot}/{name}", Range=wanted)

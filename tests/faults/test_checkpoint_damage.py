@@ -38,7 +38,7 @@ from tests.support.forge import (
 )
 from tests.support.rounds import rounds
 from tests.support.saved import equal, state, which
-from torchrelay.plan.stored import StoredTensors, images_in
+from torchrelay.plan.stored import images_in, stored_tensors
 from torchrelay.record.encoding import decode_at_rest
 from torchrelay.stores.torch_plans import items as blobs
 
@@ -139,7 +139,7 @@ def test_a_flipped_byte_anywhere_in_a_data_file(place: Place) -> None:
             assert f"bytes {first} to {first + file.nbytes}" in str(fault)
             assert fault.path is not None
             hit = images_in(record, index, 0, file.nbytes)
-            assert set(fault.path.split(", ")) == {StoredTensors(record)[n].name for n in hit}
+            assert set(fault.path.split(", ")) == {stored_tensors(record)[n].name for n in hit}
             if offset % 32 == 0:
                 falls_back(place)
             flip(path, offset, 1 << offset % 8)
@@ -157,7 +157,7 @@ def test_the_leaf_that_is_named_is_the_one_that_was_hit(tmp_path: Path) -> None:
         (file,) = record.volumes
         path = tmp_path / "step-1" / file.name
         assert file.nbytes > 20 * file.chunk_bytes
-        for tensor in StoredTensors(record):
+        for tensor in stored_tensors(record):
             start = tensor.shards[0].start
             stop = start + weights[tensor.name.split(".")[1]].nbytes
             for offset in (start, rng.randrange(start, stop), stop - 1):
@@ -576,7 +576,7 @@ def test_a_forged_record_is_refused(place: Place, name: str) -> None:
     path = place.step(2) / "manifest.json"
     body = body_of(path.read_bytes())
     assert forged(body) == path.read_bytes()
-    assert StoredTensors(decode_at_rest(path.read_bytes()))[W].name == "model.w"
+    assert stored_tensors(decode_at_rest(path.read_bytes()))[W].name == "model.w"
     result = FORGED[name](body)
     path.write_bytes(result if isinstance(result, bytes) else forged(body))
     begun = time.monotonic()
@@ -791,7 +791,7 @@ def test_nothing_in_a_blob_runs(tmp_path: Path, kind: str) -> None:
     root = tmp_path / "steps"
     with tr.Checkpointer(root) as checkpointer:
         checkpointer.save(1, {"model": {"w": torch.frombuffer(bytearray(data), dtype=torch.uint8)}})
-        (stored,) = StoredTensors(checkpointer.record(1))
+        (stored,) = stored_tensors(checkpointer.record(1))
         start = stored.shards[0].start
         for said in ("state", "raw"):
             blob = ["model.x", said, 0, start, len(data)]

@@ -19,11 +19,11 @@ import torchrelay as tr
 from tests.support.ranks import RankPool
 from tests.support.records import rank_record
 from torchrelay.errors import CheckpointError, ManifestError, MismatchError
-from torchrelay.landing.gathering import GatherPlan
 from torchrelay.plan.at_rest import describe
 from torchrelay.record.checks.record import check
 from torchrelay.record.encoding import decode, encode
 from torchrelay.record.schema import VolumeRecord
+from torchrelay.resharding.plan import GatherPlan
 from torchrelay.stores.shares import planner
 from torchrelay.stores.shares.outlines import shape_of
 from torchrelay.stores.shares.ownership import Details

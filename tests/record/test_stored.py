@@ -15,7 +15,7 @@ import torch
 
 import torchrelay as tr
 from torchrelay.geometry.boxes import Box, shared
-from torchrelay.plan.stored import Names, Shard, StoredTensors
+from torchrelay.plan.stored import Names, Shard, stored_tensors
 from torchrelay.record import manifest as m
 from torchrelay.record.checks.record import check
 from torchrelay.record.encoding import decode, encode
@@ -105,7 +105,7 @@ def part(tensors: Sequence[Tensor], prefix: str = "f") -> Record:
 
 
 def listed(record: Record) -> list[tuple[object, ...]]:
-    tensors = StoredTensors(record).listed()
+    tensors = stored_tensors(record)
     return [(one.name, one.dtype, one.shape, sorted(map(repr, one.shards))) for one in tensors]
 
 
@@ -130,7 +130,7 @@ def test_columns_say_what_lists_say() -> None:
         said = [encode(part(rank, f"rank{r}-")) for r, rank in enumerate(ranks)]
         whole = commit_record(1, decode_shares(1, said), outlined(given))
         assert sealed(whole) and len(whole.volumes) == 3 * VOLUMES
-        for one, other in zip(StoredTensors(whole), given, strict=True):
+        for one, other in zip(stored_tensors(whole), given, strict=True):
             found = [shard._replace(file=shard.file % VOLUMES) for shard in one.shards]
             assert (one.name, one.dtype, one.shape) == other[:3]
             assert sorted(map(repr, found)) == sorted(map(repr, other.shards))

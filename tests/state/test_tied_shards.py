@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 
 import torchrelay as tr
 from tests.support.ranks import RankPool
-from torchrelay.plan.stored import StoredTensors
+from torchrelay.plan.stored import stored_tensors
 
 SMALL = 3  # rows of the tied weight: fewer than four ranks, so that some have nothing of it
 
@@ -58,7 +58,7 @@ def saved(rank: int, group: Any, place: str, rows: int) -> list[Any]:
     """Save, and look at what was stored; load new tensors, and into a model of these ranks."""
     with tr.Checkpointer(f"{place}/{rows}", group=group, timeout=60) as checkpointer:
         checkpointer.save(1, {"model": sharded(rows, 1)})
-        names = [tensor.name for tensor in StoredTensors(checkpointer.record(1))]
+        names = [tensor.name for tensor in stored_tensors(checkpointer.record(1))]
         new = checkpointer.load().state["model"]
         model = sharded(rows, 9)
         checkpointer.load({"model": model})

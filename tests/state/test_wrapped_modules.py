@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import torchrelay as tr
 from tests.support.ranks import RankPool
-from torchrelay.plan.stored import StoredTensors
+from torchrelay.plan.stored import stored_tensors
 
 NAMES = ["extra._extra_state", "extra.scale", "layers.0.bias", "layers.0.weight", "module.weight"]
 
@@ -102,7 +102,7 @@ def test_they_are_stored_without_prefixes_and_loaded_either_way(there: str, tmp_
         assert sorted(tree["model"]) == NAMES
         named = [name for name in NAMES if "_extra" not in name]
         assert sorted(tree["optimizer"]["param_groups"][0]["param_names"]) == named
-        names = {tensor.name for tensor in StoredTensors(checkpointer.record(1))}
+        names = {tensor.name for tensor in stored_tensors(checkpointer.record(1))}
         assert {f"model.{name}" for name in named} <= names
         for here in WRAPPERS:
             other, into = job(here, 8)

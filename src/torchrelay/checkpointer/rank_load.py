@@ -8,39 +8,36 @@ then is memory of the caller written.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import cached_property, partial
-from typing import NamedTuple
 
 import numpy as np
 import torch
 
 from torchrelay.errors import ManifestError, MismatchError, StorageTimeoutError
+from torchrelay.geometry.boxes import Numbers
 from torchrelay.landing.commit.ending import Together, Watch, alone
+from torchrelay.landing.held import HeldImages
 from torchrelay.landing.options import LandingOptions
 from torchrelay.landing.places import Landed
 from torchrelay.landing.seam import land_share
 from torchrelay.landing.workspace import Workspace
 from torchrelay.pause import gc_paused
-from torchrelay.plan.reads import BoxRead, Portion, plan_reads
-from torchrelay.plan.region import Region
-from torchrelay.plan.share.leaves import WHOLE
+from torchrelay.plan.reads import BoxReads, Cut, rows_of, stored_reads
 from torchrelay.plan.share.rank_share import RankShare
-from torchrelay.plan.stored import Shard, StoredTensors
+from torchrelay.plan.stored import Names, Shard
 from torchrelay.record.dtypes import itemsize
 from torchrelay.record.rows import LeafRows
-from torchrelay.record.schema import Record
-from torchrelay.state import tensors as t
-from torchrelay.stores.reading.box_reads import ShardRead, Wave, WaveFetch, waves
+from torchrelay.record.schema import Record, runs
+from torchrelay.state.local_parts import cut
+from torchrelay.stores.reading.box_reads import BoxRead, DirectReads, Wave, WaveFetch, waves
 from torchrelay.stores.reading.chunks import opened
 from torchrelay.stores.reading.device_copies import DeviceCopies
 from torchrelay.stores.reading.device_fetch import DeviceFetch
 from torchrelay.stores.reading.fetch import Fetch
 from torchrelay.stores.seam import DeviceStep, LendingStep, OpenStep, WantedBox
-
-_HOST = torch.empty(0, dtype=torch.uint8, device="cpu")
 
 
 class RankLoad:
@@ -63,10 +60,7 @@ class RankLoad:
         self._record = record
         self._report = progress
         self._staged = options.staged
-        self._files = files = _StepFiles(step, record)
-        self._portions: dict[int, Portion] = {}
-        self._wanted: list[int] = []  # images whose bytes are read
-        self._lent: set[int] = set()  # images whose bytes are in memory that the step has lent
+        self._lent: list[int] = []  # images whose bytes are in memory that the step has lent
         # How reads are carried out that may hang; `left` is set when they were left behind.
         self.within: Callable[[Callable[[], None]], None] = lambda read: read()
         self.left = threading.Event()
@@ -76,96 +70,94 @@ class RankLoad:
                 _rows_for(record, options.rank, world),
                 include=include,
                 guessed=record.planned,
-                look=files.check_size,
+                look=partial(_check_sizes, step, record),
             )
             on = replace(options, device=options.device or torch.device("cpu"))
             self._landing = land_share(self._share, into, on, workspace, self._filled)
-            self._new, self._own = _Reads([], []), _Reads([], [])
-            self._plan()
-            wanted = (*self._lent, *self._wanted)
-            self.nbytes = sum(self._portion(image).nbytes for image in wanted)
+            held, own = self._landing.held, self._landing.own()
+            nbytes = self._share.record.box_bytes
+            self.nbytes = int(nbytes[held.marks].sum() + nbytes[own.marks].sum())
+            # Memory that the step has lent has its bytes already.
+            lent = np.isin(np.arange(len(nbytes)), self._lent)
+            self._new = held, np.flatnonzero(held.marks & ~lent)
+            self._own = own, np.flatnonzero(own.marks)
 
-    def _portion(self, image: int) -> Portion:
-        """The part of the step that fills an image of the share."""
-        found = self._portions.get(image)
-        if found is None:
-            share, source = self._share, int(self._share.sources[image])
-            number, stored = int(share.source_boxes[image]), self._files.tensors[source]
-            if number == WHOLE:
-                box = (0,) * len(stored.shape), stored.shape
-                found = Portion(stored, box, self._record.kind_of_image(source).strides)
-            else:
-                found = Portion(stored, share.boxes[number], None)
-            self._portions[image] = found
-        return found
+    @cached_property
+    def _reads(self) -> BoxReads:
+        """The reads of the step that fill all images of the share."""
+        return stored_reads(self._record, self._share)
 
     def _filled(self, image: int) -> torch.Tensor | None:
-        """Memory that the step lends with the bytes of an image."""
-        portion = self._portion(image)
-        found = None if portion.shard is None else self._files.lend(portion.shard, portion.nbytes)
-        if found is not None:
-            self._lent.add(image)
-        return found
-
-    def _plan(self) -> None:
-        """Which bytes go to new memory, and which to the caller's."""
-        held = self._landing.held
-        for image in np.flatnonzero(held.marks).tolist():
-            if image in self._lent:
-                continue
-            storage, offset = held.memory_of(image)
-            portion = self._want(image, storage.nbytes() - offset)
-            shard = portion.shard
-            if shard is not None and storage.device.type == "cpu":
-                # The landing keeps the memory.
-                self._new.add_shard(shard, portion, _HOST, storage.data_ptr() + offset)
-            else:
-                self._new.boxes.extend(_all_of(portion, portion.over(storage, offset)))
-        for image, tensor in self._landing.own():
-            portion = self._want(image, tensor.numel() * tensor.element_size())
-            shard = portion.shard
-            if shard is not None and tensor.is_cpu and tensor.is_contiguous():
-                self._own.add_shard(shard, portion, tensor, tensor.data_ptr())
-            else:
-                self._own.boxes.extend(_all_of(portion, tensor.detach()))
-
-    def _want(self, image: int, room: int) -> Portion:
-        """The part of the step that is read for an image, with `room` bytes for it.
-
-        Every load, pull and gather passes here before it reads: sizes of a record meet memory that
-        was made by other sizes. `ManifestError` where that is too small.
-        """
-        self._wanted.append(image)
-        portion = self._portion(image)
-        if portion.nbytes > room:
-            raise ManifestError(
-                f"{portion.nbytes} bytes of {portion.tensor.name[:80]!r} for memory of {room} bytes"
-            )
-        return portion
+        """Memory that the step lends with the bytes of an image, which a tensor can keep."""
+        step, nbytes = self._step, int(self._share.record.box_bytes[image])
+        if not isinstance(step, LendingStep) or not step.trusted:
+            return None
+        reads = self._reads.some(rows_of(self._reads, np.array([image])))
+        (box, *_), (start, *_), (at, *_) = reads.boxes, reads.start, reads.at
+        if at or start or nbytes != self._record.box_bytes[box]:
+            return None
+        self._lent.append(image)
+        name = self._record.volumes[int(self._record.box_volumes[box])].name
+        lent = step.lend(name, int(self._record.box_starts[box]), nbytes)
+        return torch.frombuffer(lent, dtype=torch.uint8)
 
     def wanted(self) -> Iterator[WantedBox]:
         """Everything that is going to be read of the step."""
-        for image in dict.fromkeys(self._wanted):
-            portion = self._portion(image)
-            dtype = t.dtype_named(portion.tensor.dtype)
-            for read in _all_of(portion, torch.empty(portion.box[1], dtype=dtype, device="meta")):
-                name = self._record.volumes[read.shard.file].name
-                size = itemsize(portion.tensor.dtype)
-                shard = read.shard
-                yield WantedBox(name, shard.start, size, shard.sizes, read.offsets, read.sizes)
+        record = self._record
+        images = np.union1d(self._new[1], self._own[1])
+        for image, shard, found in self._shards(self._reads.some(rows_of(self._reads, images))):
+            size = itemsize(self._share.record.kind_of_image(image).dtype)
+            name = record.volumes[shard.file].name
+            yield WantedBox(name, shard.start, size, shard.sizes, *found.part)
+
+    def _shards(self, reads: BoxReads) -> Iterator[tuple[int, Shard, Cut]]:
+        """The image that each read fills, the box that is read, and what of it."""
+        places = (self._record.box_volumes[reads.boxes], self._record.box_starts[reads.boxes])
+        columns = (column.tolist() for column in (reads.share, reads.cut, *places))
+        for image, number, volume, start in zip(*columns, strict=True):
+            found = reads.cuts[number]
+            yield image, Shard(found.box[0], found.box[1], volume, start), found
 
     @cached_property
     def _planned(self) -> tuple[list[Wave], list[Wave]]:
         """Reads into new tensors, and into the caller's. Planned when they are first needed."""
-        return self._waves_of(self._new), self._waves_of(self._own)
+        return self._waves_of(*self._new), self._waves_of(*self._own)
 
-    def _waves_of(self, reads: _Reads) -> list[Wave]:
+    def _waves_of(self, held: HeldImages, images: Numbers) -> list[Wave]:
+        """The reads that fill images where they are held: runs of bytes that go to host memory, and
+        boxes of all other kinds.
+
+        Every load, pull and update passes here before it reads: sizes of a record meet memory that
+        was made by other sizes. `ManifestError` where that is too small.
+        """
+        record, share, room = self._record, self._share.record, held.room(images)
+        for number in np.flatnonzero(share.box_bytes[images] > room)[:1].tolist():
+            image = int(images[number])
+            nbytes, name = int(share.box_bytes[image]), self._name(image)[:80]
+            raise ManifestError(f"{nbytes} bytes of {name!r} for memory of {room[number]} bytes")
+        reads = self._reads.some(rows_of(self._reads, images))
+        is_run = (reads.start >= 0) & (reads.at >= 0) & ~held.on_device(reads.share)
+        some = reads.some(is_run)
+        direct = DirectReads(
+            record.box_volumes[some.boxes],
+            record.box_starts[some.boxes] + some.start,
+            held.addresses(some.share) + some.at.astype(np.uint64),
+            some.nbytes,
+        )
+        boxes = []
+        for image, shard, part in self._shards(reads.some(~is_run)):
+            kind = share.kind_of_image(image)
+            to = cut(held.elements(image, kind), *part.to)
+            boxes.append(BoxRead(kind.dtype, shard, *part.part, to))
         if not isinstance(self._step, DeviceStep):
-            return waves(reads.boxes, reads.shards)
-        near = [read for read in reads.boxes if read.destination.is_cuda]
-        others = [read for read in reads.boxes if not read.destination.is_cuda]
-        copies = DeviceCopies(self._step, self._record, near, self._progress)
-        return [*([Wave(fetch=copies)] if near else []), *waves(others, reads.shards)]
+            return waves(boxes, direct)
+        near = [read for read in boxes if read.destination.is_cuda]
+        others = [read for read in boxes if not read.destination.is_cuda]
+        copies = DeviceCopies(self._step, record, near, self._progress)
+        return [*([Wave(fetch=copies)] if near else []), *waves(others, direct)]
+
+    def _name(self, image: int) -> str:
+        return str(Names(self._record)[int(self._share.sources[image])])
 
     def _progress(self, nbytes: int) -> None:
         if self.left.is_set():
@@ -199,7 +191,7 @@ class RankLoad:
             if not self._landing.are_equal(first, second):
                 raise MismatchError(
                     "tied to another tensor here, and saved with another value than "
-                    f"{self._portion(first).tensor.name}: untie them, or load one of them with "
+                    f"{self._name(first)}: untie them, or load one of them with "
                     "include=",
                     path=path,
                 )
@@ -237,45 +229,6 @@ class RankLoad:
         return wave.fetch
 
 
-class _Reads(NamedTuple):
-    """Shards that go to one run of memory as they are, and boxes of all other kinds."""
-
-    shards: list[ShardRead]
-    boxes: list[BoxRead]
-
-    def add_shard(self, shard: Shard, portion: Portion, keep: torch.Tensor, address: int) -> None:
-        if nbytes := portion.nbytes:
-            region = Region(keep, nbytes, address)
-            self.shards.append(ShardRead(shard.file, shard.start, region))
-
-
-class _StepFiles:
-    """The files of a step, for planning. It does not refer to its load: if the two referred to each
-    other, memory of a state would wait for the garbage collector."""
-
-    def __init__(self, step: OpenStep, record: Record) -> None:
-        self._step, self._record = step, record
-        self.tensors = StoredTensors(record)
-        self._seen: set[int] = set()  # files that exist, with their sizes
-
-    def check_size(self, image: int) -> None:
-        """No memory is allocated for a tensor whose files are smaller than the record says."""
-        for file in self.tensors[image].files - self._seen:
-            opened(self._step, self._record, file)
-            self._seen.add(file)
-
-    def lend(self, shard: Shard, nbytes: int) -> torch.Tensor | None:
-        """The bytes of a new tensor, if the step has them in memory that a tensor can keep."""
-        if not isinstance(self._step, LendingStep) or not self._step.trusted:
-            return None
-        name = self._record.volumes[shard.file].name
-        return torch.frombuffer(self._step.lend(name, shard.start, nbytes), dtype=torch.uint8)
-
-
-def _all_of(portion: Portion, place: torch.Tensor) -> Iterable[BoxRead]:
-    return plan_reads(portion.tensor, portion.box, place)
-
-
 def _rows_for(record: Record, rank: int, world: int) -> list[LeafRows]:
     """The leaves that a rank of a group of `world` loads from, the first of them first.
 
@@ -291,3 +244,11 @@ def _rows_for(record: Record, rank: int, world: int) -> list[LeafRows]:
     for other, number in enumerate(record.ranks):
         ranks.setdefault(number, other)
     return [LeafRows(record, other, at_rest=True) for other in ranks.values()]
+
+
+def _check_sizes(step: OpenStep, record: Record, images: Numbers) -> None:
+    """No memory is allocated for a tensor whose files are smaller than the record says."""
+    counts = record.box_counts[record.image_kind[images]]
+    boxes = runs(record.first_boxes[images], counts)
+    for file in np.unique(record.box_volumes[boxes]).tolist():
+        opened(step, record, file)

@@ -12,10 +12,12 @@ import torch
 from torchrelay.geometry.boxes import Numbers
 from torchrelay.geometry.chunks import Chunks
 from torchrelay.geometry.runs import Column, Runs
+from torchrelay.geometry.strides import contiguous_strides
 from torchrelay.landing.leaves import strides_of
 from torchrelay.landing.workspace import Workspace
 from torchrelay.record import manifest as m
 from torchrelay.record.rows import Marks
+from torchrelay.record.schema import ImageKind
 from torchrelay.state import tensors as t
 
 _NOWHERE = -1
@@ -75,6 +77,16 @@ class HeldImages:
         found: Column = self._bases[self.numbers[images]] + self.offsets[images]
         return found
 
+    def on_device(self, images: Numbers) -> Marks:
+        """Whether images lie on a device that are held."""
+        found: Marks = self.far[self.numbers[images]]
+        return found
+
+    def room(self, images: Numbers) -> Column:
+        """Bytes from where images lie to the end of the memory there."""
+        found: Column = self._sizes[self.numbers[images]] - self.offsets[images]
+        return found
+
     def _images(self, *, far: bool) -> Numbers:
         kinds = np.append(self.far, not far)  # the last is for those that are not held
         return np.flatnonzero((kinds[self.numbers] == far) & (self._chunks.image_bytes > 0))
@@ -87,8 +99,7 @@ class HeldImages:
         images, chunks = self._images(far=far), self._chunks
         sizes = chunks.image_bytes[images].astype(np.uint64)
         if not far:  # with padding, which no device is sent
-            room = self._sizes[self.numbers[images]] - self.offsets[images]
-            sizes = np.minimum(chunks.padded[images], room)
+            sizes = np.minimum(chunks.padded[images], self.room(images))
         return Runs(chunks.places[images], self.addresses(images), sizes)
 
     def far_bytes(self) -> list[tuple[int, torch.Tensor]]:
@@ -98,12 +109,19 @@ class HeldImages:
 
     def memory_of(self, image: int) -> tuple[torch.UntypedStorage, int]:
         """Where an image lies: a storage, and the byte there."""
-        storage = self.memory[int(self.numbers[image])].untyped_storage()
-        return storage, int(self.offsets[image])
+        memory = self.memory[int(self.numbers[image])]
+        return memory.untyped_storage(), t.byte_offset(memory) + int(self.offsets[image])
 
     def bytes(self, image: int) -> torch.Tensor:
         storage, offset = self.memory_of(image)
         return t.flat_bytes(storage, offset, self._chunks.size_of(image))
+
+    def elements(self, image: int, kind: ImageKind) -> torch.Tensor:
+        """An image as the tensor that it is, whose kind this is, or the box of one."""
+        sizes = kind.boxes[0][1]
+        strides = kind.strides or contiguous_strides(sizes)
+        part = m.TensorLeaf(kind.dtype, sizes, None, image)
+        return t.over_storage(*self.memory_of(image), part, strides)
 
     def part(self, part: m.TensorLeaf) -> torch.Tensor:
         """A tensor over an image."""

@@ -1,68 +1,129 @@
-"""Which boxes of recorded tensors go to which memory. Pure: nothing is read here."""
+"""The reads that fill the images of a share from boxes that exist, in columns. Pure.
+
+A box that exists lies in a volume of a step, or in the memory of one or several live ranks. Images
+that want one box of what is cut alike are planned together: most states have few kinds of tensors.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Sequence
 from math import prod
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-import torch
+import numpy as np
 
-from torchrelay.geometry.boxes import Box, shared, within
-from torchrelay.geometry.strides import contiguous_strides
-from torchrelay.plan.stored import Shard, Shards, StoredTensor
+from torchrelay.geometry.boxes import Box, Numbers, run_of, shared, within
+from torchrelay.plan.share.rank_share import RankShare
 from torchrelay.record.dtypes import itemsize
-from torchrelay.record.manifest import TensorLeaf
-from torchrelay.state import tensors as t
-from torchrelay.state.local_parts import cut
+from torchrelay.record.schema import ImageKind, Record, runs
+
+SCATTERED = -1  # in place of a byte of an array: the elements are not one run of it
 
 
-class Portion(NamedTuple):
-    """The box of a stored tensor that fills an image of a share. `layout` has its strides in
-    memory, unless they are row-major."""
+class Cut(NamedTuple):
+    """A part of `box`, which exists, and the part `to` of an image that it fills; both are counted
+    from the corner of what they are parts of."""
 
-    tensor: StoredTensor
     box: Box
-    layout: tuple[int, ...] | None
+    part: Box
+    to: Box
 
-    @property
-    def nbytes(self) -> int:
-        return prod(self.box[1]) * itemsize(self.tensor.dtype)
 
-    @property
-    def shard(self) -> Shard | None:
-        """The shard that is all of it, byte for byte; none where it has to be put together."""
-        if self.layout is not None or not self.tensor.shards:
+class Overlap(NamedTuple):
+    """The elements that a box that exists and an image have in common: the bytes in all, and from
+    which byte of the box and of the image on they lie there, or `SCATTERED`."""
+
+    nbytes: int
+    start: int
+    at: int
+    cut: Cut
+
+    @classmethod
+    def of(cls, kind: ImageKind, box: Box, strides: tuple[int, ...] | None) -> Overlap | None:
+        """None where the box has no element of an image of this kind. `strides` are those of the
+        elements of the box, where they do not lie row-major."""
+        wanted = kind.boxes[0]
+        both = shared(box, wanted)
+        if both is None:
             return None
-        found: Shard = self.tensor.shards[0]
-        return found if (found.offsets, found.sizes) == self.box else None
-
-    def over(self, storage: torch.UntypedStorage, offset: int = 0) -> torch.Tensor:
-        """Its elements in the memory of an image."""
-        record = TensorLeaf(self.tensor.dtype, self.box[1], None, 0)
-        strides = self.layout or contiguous_strides(self.box[1])
-        return t.over_storage(storage, offset, record, strides)
-
-
-class BoxRead(NamedTuple):
-    """A box of a stored shard, and the tensor of its shape that wants it."""
-
-    tensor: StoredTensor
-    shard: Shard
-    offsets: tuple[int, ...]  # in the shard
-    sizes: tuple[int, ...]
-    destination: torch.Tensor
+        cut = Cut(box, (within(both, box), both[1]), (within(both, wanted), both[1]))
+        nbytes, size = prod(both[1]) * itemsize(kind.dtype), itemsize(kind.dtype)
+        if box == wanted and strides == kind.strides:
+            return cls(nbytes, 0, 0, cut)
+        start, at = run_of(cut.part, box[1]), run_of(cut.to, wanted[1])
+        return cls(
+            nbytes,
+            SCATTERED if start is None or strides is not None else start * size,
+            SCATTERED if at is None or kind.strides is not None else at * size,
+            cut,
+        )
 
 
-def plan_reads(stored: StoredTensor, box: Box, place: torch.Tensor) -> Iterator[BoxRead]:
-    """The reads that fill `place` with a box of a stored tensor: each element of it once."""
-    shards: Iterable[Shard] = stored.shards
-    if isinstance(shards, Shards):  # many: most have no elements of the box
-        shards = map(shards.__getitem__, shards.kind.near(box))
-    for shard in shards:
-        around = shard.offsets, shard.sizes
-        if around == box:
-            yield BoxRead(stored, shard, (0,) * len(shard.sizes), shard.sizes, place)
-        elif (both := shared(around, box)) is not None:
-            part = cut(place, within(both, box), both[1])
-            yield BoxRead(stored, shard, within(both, around), both[1], part)
+class BoxReads(NamedTuple):
+    """Reads in columns: the box that is read (a row of those that exist) and the image of the share
+    that takes it; see `Overlap` for the others. `cut` is a number in `cuts`."""
+
+    boxes: Numbers
+    share: Numbers
+    nbytes: Numbers
+    start: Numbers
+    at: Numbers
+    cut: Numbers
+    cuts: Sequence[Cut]
+
+    def some(self, rows: Any) -> BoxReads:
+        boxes, share, nbytes, start, at, cut = (column[rows] for column in self[:6])
+        return BoxReads(boxes, share, nbytes, start, at, cut, self.cuts)
+
+
+class ReadTable:
+    """Reads that are being planned."""
+
+    def __init__(self) -> None:
+        no: Numbers = np.zeros(0, np.int64)
+        self._columns: list[Sequence[Numbers]] = [[no] * 6]
+        self._cuts: list[Cut] = []
+
+    def add(self, boxes: Numbers, share: Numbers, overlap: Overlap) -> None:
+        """Read what boxes have of images, one of each."""
+        nbytes, start, at, cut = overlap
+        columns = np.broadcast_arrays(boxes, share, nbytes, start, at, len(self._cuts))
+        self._columns.append(columns)
+        self._cuts.append(cut)
+
+    def reads(self) -> BoxReads:
+        """All of them."""
+        columns = (np.concatenate(some) for some in zip(*self._columns, strict=True))
+        boxes, share, nbytes, start, at, cut = columns
+        return BoxReads(boxes, share, nbytes, start, at, cut, self._cuts)
+
+
+def stored_reads(record: Record, share: RankShare) -> BoxReads:
+    """The reads of a step at rest that fill all images of a share of it, in their order."""
+    table, wanted = ReadTable(), share.record
+    kinds = record.image_kind[share.sources], wanted.image_kind
+    for images in equal_rows(np.stack(kinds, axis=1)):
+        there, here = (int(kind[images[0]]) for kind in kinds)
+        first = record.first_boxes[share.sources[images]]
+        for number in record.image_kinds[there].near(wanted.image_kinds[here].boxes[0]):
+            box = record.image_kinds[there].boxes[number]
+            overlap = Overlap.of(wanted.image_kinds[here], box, None)
+            if overlap is not None:
+                table.add(first + number, images, overlap)
+    found = table.reads()
+    return found.some(np.argsort(found.share, kind="stable"))
+
+
+def equal_rows(keys: Numbers) -> list[Numbers]:
+    """The rows of a table that are equal, together."""
+    if not len(keys) or (keys == keys[0]).all():
+        return [np.arange(len(keys))] if len(keys) else []
+    _, inverse, counts = np.unique(keys, axis=0, return_inverse=True, return_counts=True)
+    order = np.argsort(inverse.reshape(-1), kind="stable")
+    return np.split(order, np.cumsum(counts)[:-1])
+
+
+def rows_of(reads: BoxReads, images: Numbers) -> Numbers:
+    """The reads that fill some images, of reads in the order of their images."""
+    first = np.searchsorted(reads.share, images)
+    return runs(first, np.searchsorted(reads.share, images, side="right") - first)

@@ -175,11 +175,12 @@ class Stream:
         return list(zip(highs[open_].tolist(), lows[open_].tolist(), strict=True))
 
     @classmethod
-    def of(cls, placed: Iterable[tuple[int, Region]], nbytes: int) -> Stream:
-        """A stream of regions, each with its position. The caller keeps their memory alive."""
+    def of(cls, placed: Iterable[tuple[int, Region]], nbytes: int, *more: Runs) -> Stream:
+        """A stream of regions, each with its position, and of `more` host memory. The caller keeps
+        their memory alive."""
         pieces = list(placed)
         host = [(at, region.address, region.nbytes) for at, region in pieces if region.address]
-        runs = Runs(*([piece[n] for piece in host] for n in range(3)))
+        runs = Runs.merged(Runs.of(host), *more)
         return cls(runs, [piece for piece in pieces if not piece[1].address], nbytes)
 
     @property

@@ -18,8 +18,8 @@ from torchrelay.geometry.boxes import Numbers, run_of
 from torchrelay.geometry.chunks import MIB, Chunks
 from torchrelay.geometry.runs import Column, Copy, Runs
 from torchrelay.pause import gc_paused
+from torchrelay.plan.asked import Reads
 from torchrelay.plan.description import TakenApart
-from torchrelay.plan.gather.asked import Reads
 from torchrelay.plan.region import Region, Stream
 from torchrelay.plan.sharded import find_sharded
 from torchrelay.plan.state_plan import StatePlan

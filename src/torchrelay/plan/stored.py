@@ -30,25 +30,12 @@ class Shard(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class StoredTensor:
-    """A tensor and the boxes that it is cut into. `names` may be the names of all images,
-    including this one: then its name is made when it is needed."""
+    """A tensor and the boxes that it is cut into."""
 
-    names: str | Names
+    name: str
     dtype: str
     shape: tuple[int, ...]
     shards: Sequence[Shard]
-    image: int = 0
-
-    @property
-    def files(self) -> set[int]:
-        """The volumes that have its boxes."""
-        shards = self.shards
-        return shards.files if isinstance(shards, Shards) else {shard.file for shard in shards}
-
-    @property
-    def name(self) -> str:
-        names = self.names
-        return names if isinstance(names, str) else str(names[self.image])
 
 
 @dataclass(slots=True, eq=False)
@@ -56,25 +43,21 @@ class Shards(Sequence[Shard]):
     """The boxes of one image of a record."""
 
     kind: ImageKind
-    volumes: Numbers
-    starts: Numbers
+    volumes: list[int]
+    starts: list[int]
 
     def __len__(self) -> int:
         return self.kind.count
 
-    @property
-    def files(self) -> set[int]:
-        return set(self.volumes.tolist())
-
     def __iter__(self) -> Iterator[Shard]:
-        places = zip(self.kind.boxes, self.volumes.tolist(), self.starts.tolist(), strict=True)
+        places = zip(self.kind.boxes, self.volumes, self.starts, strict=True)
         return (Shard(box[0], box[1], volume, start) for box, volume, start in places)
 
     def __getitem__(self, index: Any) -> Any:
         if isinstance(index, slice):
             return list(self)[index]
         box = self.kind.boxes[index]
-        return Shard(box[0], box[1], int(self.volumes[index]), int(self.starts[index]))
+        return Shard(box[0], box[1], self.volumes[index], self.starts[index])
 
 
 class Names(Sequence[str]):
@@ -138,42 +121,22 @@ class Names(Sequence[str]):
         return found
 
 
-class StoredTensors(Sequence[StoredTensor]):
-    """The tensors of a valid step at rest, by image. Each is made when it is asked for."""
-
-    def __init__(self, record: Record) -> None:
-        self._record = record
-        self.names = Names(record)
-        self._firsts: list[int] = record.first_boxes.tolist()
-        self._kinds: list[int] = record.image_kind.tolist()
-        # Where the first box of each image lies; most tensors of most states have no other.
-        columns = (np.append(one, 0) for one in (record.box_volumes, record.box_starts))
-        self._volumes, self._starts = (one[record.first_boxes[:-1]].tolist() for one in columns)
-
-    def __len__(self) -> int:
-        return self._record.images
-
-    def __getitem__(self, image: Any) -> Any:
-        if isinstance(image, slice):
-            return [self[n] for n in range(*image.indices(len(self)))]
-        if not -len(self) <= image < len(self):
-            raise IndexError(image)
-        image %= len(self)
-        record = self._record
-        kind = record.image_kinds[self._kinds[image]]
+def stored_tensors(record: Record) -> list[StoredTensor]:
+    """The tensors of a valid step at rest, by image; see `Names.all`."""
+    columns = (record.image_kind, record.first_boxes, record.box_volumes, record.box_starts)
+    kinds, firsts, volumes, starts = (column.tolist() for column in columns)
+    found = []
+    for image, name in enumerate(Names(record).all()):
+        kind, first = record.image_kinds[kinds[image]], firsts[image]
         shards: Sequence[Shard]
-        if kind.count == 1:
-            ((offsets, sizes),) = kind.boxes
-            shards = (Shard(offsets, sizes, self._volumes[image], self._starts[image]),)
+        if kind.count == 1:  # mostly
+            (box,) = kind.boxes
+            shards = (Shard(box[0], box[1], volumes[first], starts[first]),)
         else:
-            some = slice(self._firsts[image], self._firsts[image + 1])
-            shards = Shards(kind, record.box_volumes[some], record.box_starts[some])
-        return StoredTensor(self.names, kind.dtype, kind.shape, shards, image)
-
-    def listed(self) -> list[StoredTensor]:
-        """All of them, with their names; see `Names.all`."""
-        names = zip(self, self.names.all(), strict=True)
-        return [StoredTensor(name, one.dtype, one.shape, one.shards) for one, name in names]
+            some = slice(first, firsts[image + 1])
+            shards = Shards(kind, volumes[some], starts[some])
+        found.append(StoredTensor(name, kind.dtype, kind.shape, shards))
+    return found
 
 
 def images_in(record: Record, volume: int, start: int, stop: int) -> list[int]:

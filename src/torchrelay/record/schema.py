@@ -140,22 +140,15 @@ class ImageKind(msgspec.Struct, array_like=True, frozen=True, dict=True):
         found: Numbers = self.columns[1].prod(1) * itemsize(self.dtype)
         return found
 
-    @cached_property
-    def _met(self) -> dict[Bounds, list[int]]:
-        return {}
-
     def near(self, box: Bounds) -> Sequence[int]:
         """The boxes that may have elements of this one, which a destination wants: where there are
         many, most have none."""
         if self.count <= _FEW:
             return range(self.count)
-        found = self._met.get(box)
-        if found is None:
-            offsets, sizes = self.columns
-            first = np.array(box[0], np.int64)
-            last = first + np.array(box[1], np.int64)
-            meet = ((offsets < last) & (offsets + sizes > first)).all(1)
-            found = self._met[box] = np.flatnonzero(meet).tolist()
+        offsets, sizes = self.columns
+        first, last = np.array(box[0], np.int64), np.array(box, np.int64).sum(0)
+        meet = ((offsets < last) & (offsets + sizes > first)).all(1)
+        found: list[int] = np.flatnonzero(meet).tolist()
         return found
 
 

@@ -1,1 +1,1 @@
-"""A state whose parts are on several live ranks, resharded for another rank."""
+"""A state whose parts are on several live ranks: put together, planned, fetched, resharded."""

@@ -24,12 +24,12 @@ from torchrelay.errors import (
     TransferTimeoutError,
 )
 from torchrelay.landing.commit.ending import TORN
-from torchrelay.landing.gathering import GatherPlan, PartLanding
 from torchrelay.landing.places import Landed
 from torchrelay.memory.crew import share_out
 from torchrelay.memory.gpu.side import settle
 from torchrelay.memory.uninterrupted import uninterrupted
-from torchrelay.plan.gather.asked import encode_reads
+from torchrelay.plan.asked import encode_reads
+from torchrelay.resharding.plan import GatherPlan, PartLanding
 from torchrelay.results import Loaded, Outcome
 from torchrelay.transports.protocol.options import ReceiveOptions, TransferCall
 from torchrelay.transports.protocol.receiver import SourceRank, last_message, report_of

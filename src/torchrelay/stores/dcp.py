@@ -37,7 +37,7 @@ from torchrelay.deadlines import seconds_of
 from torchrelay.errors import StorageTimeoutError, TornStateError, UnsupportedLeafError, UsageError
 from torchrelay.landing.commit.ending import TORN
 from torchrelay.memory.bounded import bounded
-from torchrelay.plan.region import Region
+from torchrelay.plan.region import Region, Stream
 from torchrelay.record.encoding import encode
 from torchrelay.record.schema import ObjectBytes, Record
 from torchrelay.steps import check_step
@@ -345,7 +345,8 @@ class Reader(_AtPlace, StorageReader):
         name = item.storage_index.fqn
         if blob is not None:
             data = torch.empty(blob.nbytes, dtype=torch.uint8, device="cpu")
-            wanted = {blob.volume: [(blob.start, Region.row_major(data))]}
+            placed = [(blob.start, Region.row_major(data))]
+            wanted = {blob.volume: Stream.of(placed, blob.start + blob.nbytes)}
             fetch = Fetch(self._opened.files, self.record, wanted)
             self._within("read the step", partial(fetch.land, verify=self._verify))
             return items.give(blob.kind, data.numpy().tobytes(), planner, name)

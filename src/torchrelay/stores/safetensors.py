@@ -13,7 +13,7 @@ from types import MappingProxyType
 
 import msgspec
 
-from torchrelay.plan.stored import StoredTensor, StoredTensors
+from torchrelay.plan.stored import StoredTensor, stored_tensors
 from torchrelay.record.dtypes import itemsize
 from torchrelay.record.rows import LeafRows
 from torchrelay.record.schema import Record
@@ -48,7 +48,7 @@ DTYPES = {
 def tensors_of(record: Record) -> list[StoredTensor]:
     """The tensors of a step by image, and after them those without elements: they are in no file of
     the step, but in the outline of the state."""
-    tensors = StoredTensors(record).listed()
+    tensors = stored_tensors(record)
     names = {tensor.name for tensor in tensors}
     outline = LeafRows(record, at_rest=True)
     empty = [

@@ -10,7 +10,7 @@ from torchrelay.endpoint.server.service import Service
 from torchrelay.endpoint.server.snapshots import ServedSnapshot
 from torchrelay.endpoint.server.step_reader import StepReader
 from torchrelay.inspection.seam import Contents
-from torchrelay.plan.stored import StoredTensors
+from torchrelay.plan.stored import stored_tensors
 from torchrelay.record.encoding import decode_at_rest
 
 KEPT = 8  # steps whose contents are remembered, to tell what changed
@@ -59,5 +59,5 @@ class ServedWatch:
 
 def _contents(one: ServedSnapshot) -> Contents:
     body = decode_at_rest(one.record)
-    tensors = tuple(StoredTensors(body).listed())
+    tensors = tuple(stored_tensors(body))
     return Contents(one.step, len(body.ranks), tensors, body.volumes, torch=body.saved.torch)

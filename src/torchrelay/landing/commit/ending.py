@@ -156,12 +156,14 @@ class StateLanding(Landing):
             marks[table.image[table.gpu != number]] = False
             yield device_of(number), np.flatnonzero(marks & ~near)
 
-    def own(self) -> Iterator[tuple[int, torch.Tensor]]:
-        """Images, each with the caller's tensor or local part that takes it as it is; none where
-        they are staged."""
-        columns = self._straight.image.tolist(), self._straight.leaf.tolist()
-        for image, number in zip(*columns, strict=True):
-            yield image, self._fitting.tensors[number]
+    def own(self) -> HeldImages:
+        """The caller's tensors and local parts that take images as they are; none where all images
+        are held."""
+        rows, found = self._straight, HeldImages(self.chunks)
+        memory = [self._fitting.tensors[number] for number in rows.leaf.tolist()]
+        numbers = np.arange(len(memory))
+        found.add(memory, rows.nbytes.astype(np.int64), ~rows.on_host, rows.image, numbers)
+        return found
 
     def are_equal(self, one: int, other: int) -> bool:
         """Whether two images that are held have the same bytes."""

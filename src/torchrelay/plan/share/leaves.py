@@ -3,7 +3,7 @@ here, and numbers for the leaves of a share. Pure."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from typing import Any
 
 import numpy as np
@@ -20,7 +20,6 @@ from torchrelay.state.paths import LeafPaths
 from torchrelay.state.tree import show
 
 NONE = -1
-WHOLE = -1  # in place of the number of a box
 ODD = m.CONJ | m.NEG | m.META
 _ONE_TENSOR = (m.TensorLeaf, m.DTensorLeaf, m.ShardedLeaf)
 
@@ -100,8 +99,8 @@ def undistributed(leaf: m.Leaf) -> Any:
 
 
 class Pairs:
-    """Pairs of leaves in columns: the one offered, the one here, that of the share; and the
-    recorded image and box that are all of it, or -1."""
+    """Pairs of leaves in columns: the one offered, the one here, that of the share; and a reference
+    to the image of the share that is all of it, or less than 0."""
 
     def __init__(self, matched: Matched, leaves: int) -> None:
         self._matched = matched
@@ -113,15 +112,14 @@ class Pairs:
             self.offered = np.array([pair[0] for pair in matched.pairs], np.int64)
             self.here = np.array([pair[2] for pair in matched.pairs], np.int64)
         self.leaf: Numbers = self.offered.copy()
-        self.source: Numbers = np.full(len(self.here), NONE, np.int64)
-        self.box: Numbers = np.full(len(self.here), WHOLE, np.int64)
+        self.refs: Numbers = np.full(len(self.here), NONE, np.int64)
 
     def path(self, row: int) -> str:
         if self.tree is None:
             return show(self._matched.pairs[row][1])
         return show(LeafPaths(self.tree)[int(self.offered[row])])
 
-    def matched(self, dropped: set[int]) -> Matched:
+    def matched(self, dropped: Set[int]) -> Matched:
         """The pairs with the leaves of the share, but for those that are dropped."""
         found = self._matched
         if not dropped and np.array_equal(self.leaf, self.offered):

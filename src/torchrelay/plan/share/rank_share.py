@@ -23,7 +23,6 @@ from torchrelay.plan.selection import Selection
 from torchrelay.plan.sharded import ShardedKind
 from torchrelay.plan.share.leaves import (
     NONE,
-    WHOLE,
     LeafNumbers,
     Pairs,
     WholeLeaves,
@@ -43,6 +42,7 @@ from torchrelay.state.paths import LeafPaths
 from torchrelay.state.tree import check_types, show, slots
 
 PARTIAL = "a DTensor with a partial placement takes no value: redistribute it first"
+_WIDE = 1 << 31  # more than there are boxes
 _none: Numbers = np.zeros(0, np.int64)
 _NOTHING = m.ValueLeaf("plain", None)  # in the place of leaves that are not wanted
 _HELD = (m.TensorLeaf, m.QuantizedLeaf, m.SparseLeaf, m.SubclassLeaf)
@@ -57,12 +57,11 @@ class Twins(NamedTuple):
 
 
 class _ShareRows(NamedTuple):
-    """Leaves of the share in columns: number, kind, recorded image, box and offset of each."""
+    """Leaves of the share in columns: number, kind, reference and offset of each."""
 
     leaves: Numbers
     kinds: Numbers
-    sources: Numbers
-    boxes: Numbers
+    refs: Numbers
     offsets: Numbers
 
 
@@ -71,9 +70,12 @@ class RankShare:
     two have a path, the first counts. `include` chooses leaves by patterns of their paths;
     `guessed` is as for `Selection`.
 
-    `new` or `fitted` is called once. After that each image of the share is all, or one of the
-    `boxes`, of a recorded image: `sources` and `source_boxes`. `look` is called with each recorded
-    image for which memory is going to be taken.
+    `new` or `fitted` is called once. After that the share is a `record`, each of whose images is
+    all of a recorded image, or one box of it: `sources` has the number of that. `look` is called
+    with the recorded images for which memory is going to be taken.
+
+    Until then a reference stands for an image of the share: the recorded image, times `_WIDE`, and
+    the box of it, by its number from 1 on, or 0 for all of it.
     """
 
     def __init__(
@@ -82,7 +84,7 @@ class RankShare:
         *,
         include: tuple[str, ...] = (),
         guessed: bool = False,
-        look: Callable[[int], None] | None = None,
+        look: Callable[[Numbers], None] | None = None,
     ) -> None:
         self._ranks = [ranks[0], *(rows for rows in ranks[1:] if rows.tree != ranks[0].tree)]
         self._recorded = ranks[0].record
@@ -92,17 +94,15 @@ class RankShare:
         exact = len(self._ranks) == 1  # so everything in it was one state
         self.tree = laid_over([(rows.tree, len(rows)) for rows in self._ranks])
         self.choice = Selection(include, self._leaves, exact=exact, guessed=guessed)
+        self.record: Record
         self.sources: Numbers = _none
-        self.source_boxes: Numbers = _none
         self.twins: list[Twins] = []
         self._local_boxes = LocalBoxes()
         self._boxes: Numbered[Box] = Numbered()
-        self.boxes = self._boxes.found
         self._kinds = KindTable()
         self._rows: list[_ShareRows] = []
         self._others: dict[int, m.Leaf] = {}  # their parts are numbered in `_parts`
-        self._parts: list[tuple[int, int]] = []  # recorded image and box of each
-        self._twins: list[tuple[tuple[int, int], tuple[int, int], str]] = []
+        self._parts: list[int] = []  # the reference of each
 
     def tensor_of(self, leaf: int) -> OfferedTensor | None:
         """A leaf of `tree` that is a tensor."""
@@ -157,7 +157,7 @@ class RankShare:
         at = numbers.take(wanted)
         self._add_leaves(wanted, at)
         pairs.leaf[plain] = at[np.searchsorted(wanted, pairs.offered[plain])]
-        pairs.source[plain] = self._wholes.sources[pairs.offered[plain]]
+        pairs.refs[plain] = self._wholes.sources[pairs.offered[plain]] * _WIDE
         pairs.leaf[some] = numbers.take(pairs.offered[some])
         self._add_sharded(pairs, some, kinds[some], layout.sharded.kinds)
         for row in np.flatnonzero(slow).tolist():
@@ -165,10 +165,14 @@ class RankShare:
             self._add_parts(pairs, row, leaves[int(pairs.here[row])])
         alone = np.zeros(len(leaves), bool)  # those that share no memory with each other
         alone[layout.plain.leaves] = True
-        dropped = self._find_twins(pairs, leaves, alone)
+        twins = self._find_twins(pairs, leaves, alone)
         late = self._late(pairs, plain)
-        record = self._record(self.tree, numbers, late.union(whole.tolist()))
-        return record, pairs.matched(dropped), late
+        compared = pairs.leaf[[*twins.keys(), *twins.values()]].tolist()
+        record = self._record(self.tree, numbers, late.union(whole.tolist(), compared))
+        for row, other in twins.items():
+            first, second = np.searchsorted(self._refs, pairs.refs[[other, row]]).tolist()
+            self.twins.append(Twins(first, second, pairs.path(row)))
+        return record, pairs.matched(twins.keys()), late
 
     # Leaves that are not distributed here.
 
@@ -184,8 +188,8 @@ class RankShare:
             is_row = row < len(rows.leaves)
             is_row[is_row] = rows.leaves[row[is_row]] == some[is_row]
             kinds, row = wholes[rows.kinds[row[is_row]]], row[is_row]
-            columns = (kinds, rows.images[row], np.full(len(row), WHOLE, np.int64))
-            self._rows.append(_ShareRows(to[is_row], *columns, rows.offsets[row]))
+            refs, offsets = rows.images[row] * _WIDE, rows.offsets[row]
+            self._rows.append(_ShareRows(to[is_row], kinds, refs, offsets))
             for leaf, number in zip(some[~is_row].tolist(), to[~is_row].tolist(), strict=True):
                 self._others[number] = self._moved(rows.others[leaf])
 
@@ -197,25 +201,17 @@ class RankShare:
             kind, strides = self._recorded.kind_of_image(part.storage), part.strides
             if strides is None and not part.offset and part.shape == kind.shape:
                 strides = kind.strides
-            number = self._part(part.storage, WHOLE)
-            return replace(part, storage=number, strides=strides)
+            return replace(part, storage=self._part(part.storage * _WIDE), strides=strides)
 
         return m.with_parts(undistributed(found), moved)
 
-    def _part(self, source: int, box: int) -> int:
-        self._parts.append((source, box))
+    def _part(self, ref: int) -> int:
+        self._parts.append(ref)
         return len(self._parts) - 1
 
     def _late(self, pairs: Pairs, plain: Numbers) -> set[int]:
-        """The leaves of the share that are not all of an image, element by element."""
-        kinds = self._recorded.image_kinds
-        facts = np.array([self._wholes.fact(kind.dtype, kind.shape) for kind in kinds], np.int64)
-        of_images = np.append(facts[self._recorded.image_kind], NONE)
-        source = pairs.source[plain]
-        straight = (source != NONE) & (
-            of_images[source] == self._wholes.facts[pairs.offered[plain]]
-        )
-        late = pairs.leaf[plain][~straight].tolist()
+        """The leaves of the share that are not all of an image."""
+        late = pairs.leaf[plain[pairs.refs[plain] < 0]].tolist()
         return {leaf for leaf in late if isinstance(self._others.get(leaf, _TENSOR), _HELD)}
 
     # Leaves that are distributed here.
@@ -247,12 +243,12 @@ class RankShare:
         for row in np.flatnonzero(self._wholes.facts[offered] != facts[numbers])[:1].tolist():
             kind, path = kinds[int(numbers[row])], pairs.path(int(some[row]))
             self._wholes.check(int(offered[row]), kind.dtype, kind.shape, path)
-        for row, number in zip(some.tolist(), numbers.tolist(), strict=True):
-            if kinds[number].is_partial:
-                raise MismatchError(PARTIAL, path=pairs.path(row))
-        pairs.source[some], pairs.box[some] = self._wholes.sources[offered], box_of[numbers]
-        columns = (kind_of[numbers], pairs.source[some], pairs.box[some])
-        self._rows.append(_ShareRows(pairs.leaf[some], *columns, np.zeros(len(some), np.int64)))
+        partial = np.array([kind.is_partial for kind in kinds], bool)
+        for row in some[partial[numbers]][:1].tolist():
+            raise MismatchError(PARTIAL, path=pairs.path(row))
+        pairs.refs[some] = refs = self._wholes.sources[offered] * _WIDE + box_of[numbers]
+        columns = (kind_of[numbers], refs, np.zeros(len(some), np.int64))
+        self._rows.append(_ShareRows(pairs.leaf[some], *columns))
 
     def _add_parts(self, pairs: Pairs, row: int, mine: Any) -> None:
         """A leaf for a distributed tensor that has several parts here, or none that is plain."""
@@ -261,7 +257,7 @@ class RankShare:
         before = len(self._parts)
         self._others[int(pairs.leaf[row])] = self._like(leaf, dtype, mine, path)
         if len(self._parts) == before + 1:
-            pairs.source[row], pairs.box[row] = self._parts[before]
+            pairs.refs[row] = self._parts[before]
 
     def _like(self, leaf: int, dtype: str, mine: Any, path: str) -> m.Leaf:
         """The parts of a tensor that a distributed one has in this process, described like it."""
@@ -270,7 +266,7 @@ class RankShare:
         for part in local_parts(mine, self._local_boxes):
             number = NONE
             if part.tensor.numel() and source != NONE:
-                number = self._part(source, self._box(part.box, shape))
+                number = self._part(source * _WIDE + self._box(part.box, shape))
             locals_.append(m.TensorLeaf(dtype, tuple(part.tensor.shape), None, number))
         if isinstance(mine, t.ShardedTensor):
             _, boxes, all_boxes, _ = t.sharded_parts(mine)
@@ -296,25 +292,24 @@ class RankShare:
         return np.array(whole, np.int64)
 
     def _box(self, box: Box, shape: tuple[int, ...]) -> int:
-        return WHOLE if box == ((0,) * len(shape), shape) else self._boxes.number(box)
+        return 0 if box == ((0,) * len(shape), shape) else self._boxes.number(box) + 1
 
     # Several tensors for one place.
 
-    def _find_twins(self, pairs: Pairs, leaves: Sequence[object], alone: Marks) -> set[int]:
-        """The pairs whose destination another one fills already, with what should be the same."""
+    def _find_twins(self, pairs: Pairs, leaves: Sequence[object], alone: Marks) -> dict[int, int]:
+        """The pairs whose destination another one fills already, with what should be the same; and
+        those others."""
         suspect = ~alone[pairs.here]
         if pairs.tree is None:  # a leaf may be here at several paths
             suspect |= np.bincount(pairs.here, minlength=1)[pairs.here] > 1
         first: dict[object, int] = {}
-        found = set()
-        for row in np.flatnonzero(suspect & (pairs.source != NONE)).tolist():
+        found = {}
+        for row in np.flatnonzero(suspect & (pairs.refs >= 0)).tolist():
             here = int(pairs.here[row])
             place = here if alone[here] else _memory(leaves[here])
-            other = row if place is None else first.setdefault(place, row)
-            mine, theirs = ((int(pairs.source[n]), int(pairs.box[n])) for n in (row, other))
-            if mine != theirs and np.ptp(self._wholes.facts[pairs.offered[[row, other]]]) == 0:
-                self._twins.append((theirs, mine, pairs.path(row)))
-                found.add(row)
+            both = [row, row if place is None else first.setdefault(place, row)]
+            if np.ptp(pairs.refs[both]) and not np.ptp(self._wholes.facts[pairs.offered[both]]):
+                found[row] = both[1]
         return found
 
     # The record of the share.
@@ -322,19 +317,14 @@ class RankShare:
     def _record(self, tree: m.Node, numbers: LeafNumbers, taken: Set[int] | None = None) -> Record:
         """The record; memory is going to be taken for the leaves in `taken`, or all of them."""
         self._others |= dict.fromkeys(numbers.free(), _NOTHING)
-        columns = zip(*self._rows, strict=True) if self._rows else [[_none]] * 5
-        leaves, kinds, sources, boxes, offsets = (np.concatenate([*some]) for some in columns)
-        twins = [one for twin in self._twins for one in twin[:2]]
-        more = np.array([*self._parts, *twins], np.int64).reshape(-1, 2)
+        columns = zip(*self._rows, strict=True) if self._rows else [[_none]] * 4
+        leaves, kinds, refs, offsets = (np.concatenate([*some]) for some in columns)
+        parts = np.array(self._parts, np.int64)
         if self._look is not None:
-            some = sources if taken is None else sources[np.isin(leaves, list(taken))]
-            for image in np.unique(np.concatenate([some, more[:, 0]])).tolist():
-                self._look(image)
-        wide = len(self.boxes) + 1
-        codes = np.concatenate([sources, more[:, 0]]) * wide
-        codes += np.concatenate([boxes, more[:, 1]]) + 1
-        refs, images = np.unique(codes, return_inverse=True)
-        self.sources, self.source_boxes = refs // wide, refs % wide - 1
+            some = refs if taken is None else refs[np.isin(leaves, list(taken))]
+            self._look(np.unique(np.concatenate([some, parts]) // _WIDE))
+        self._refs, images = np.unique(np.concatenate([refs, parts]), return_inverse=True)
+        self.sources = self._refs // _WIDE
         of_parts = images[len(leaves) :].tolist()
 
         def moved(part: m.TensorLeaf) -> m.TensorLeaf:
@@ -344,24 +334,21 @@ class RankShare:
             leaf: found if found is _NOTHING else m.with_parts(found, moved)
             for leaf, found in self._others.items()
         }
-        for number, (_, _, path) in enumerate(self._twins):
-            first, second = of_parts[len(self._parts) + 2 * number :][:2]
-            self.twins.append(Twins(first, second, path))
         rows = TensorRows(leaves, kinds, images[: len(leaves)], offsets)
         found = outline(tree, numbers.count, others, rows)
-        return self._kinds.record((found,), self._image_kinds(), step=self._recorded.step)
+        self.record = self._kinds.record((found,), self._image_kinds(), step=self._recorded.step)
+        return self.record
 
     def _image_kinds(self) -> Numbers:
         """The kind of each image of the share."""
-        wide = len(self.boxes) + 1
-        codes = self._recorded.image_kind[self.sources] * wide + self.source_boxes + 1
+        codes = self._recorded.image_kind[self.sources] * _WIDE + self._refs % _WIDE
         found, inverse = np.unique(codes, return_inverse=True)
         kinds = []
         for code in found.tolist():
-            number, box = divmod(code, wide)
+            number, box = divmod(code, _WIDE)
             kind = self._recorded.image_kinds[number]
             if box:
-                made = ImageKind.of_boxes(kind.dtype, kind.shape, [self.boxes[box - 1]])
+                made = ImageKind.of_boxes(kind.dtype, kind.shape, [self._boxes.found[box - 1]])
             else:
                 made = ImageKind(kind.dtype, kind.shape, kind.strides)
             kinds.append(made)

@@ -1,4 +1,4 @@
-"""From stored tensors and their destinations to byte ranges of files and the memory they go to.
+"""From boxes of stored tensors and their destinations to byte ranges of files and memory.
 
 A box of a shard that is one run of bytes goes straight to its place. Any other box, and one whose
 destination has another dtype, takes a detour: the rows it lies in are read to a buffer, and the
@@ -9,29 +9,56 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from itertools import count
 from math import prod
-from operator import itemgetter
+from operator import mul
 from typing import NamedTuple, Protocol
 
+import numpy as np
 import torch
 
 from torchrelay.errors import MismatchError
+from torchrelay.geometry.boxes import Numbers, run_of
+from torchrelay.geometry.runs import Column, Runs
 from torchrelay.geometry.strides import contiguous_strides, packed
 from torchrelay.memory.host import host_block
-from torchrelay.plan.reads import BoxRead
-from torchrelay.plan.region import Region
+from torchrelay.plan.region import Region, Stream
+from torchrelay.plan.stored import Shard
 from torchrelay.state import tensors as t
 from torchrelay.stores.reading.fetch import Placed
 
 WAVE_BYTES = 256 << 20
 
 
-class ShardRead(NamedTuple):
-    """A run of a file, as it is, to a run of memory."""
+class BoxRead(NamedTuple):
+    """A box of a stored shard, and the tensor of its shape that wants it."""
 
-    file: int
-    start: int
-    region: Region
+    dtype: str
+    shard: Shard
+    offsets: tuple[int, ...]  # in the shard
+    sizes: tuple[int, ...]
+    destination: torch.Tensor
+
+    @property
+    def is_run(self) -> bool:
+        """Whether the box is one run of its shard's elements."""
+        return run_of((self.offsets, self.sizes), self.shard.sizes) is not None
+
+    @property
+    def first_byte(self) -> int:
+        """Where in the file the first element of the box lies."""
+        strides = contiguous_strides(self.shard.sizes)
+        first: int = sum(map(mul, self.offsets, strides))
+        return self.shard.start + first * t.dtype_named(self.dtype).itemsize
+
+
+class DirectReads(NamedTuple):
+    """Runs of files that go to runs of host memory as they are, in columns."""
+
+    files: Numbers
+    starts: Numbers
+    addresses: Column
+    nbytes: Numbers
 
 
 class WaveFetch(Protocol):
@@ -49,12 +76,22 @@ class WaveFetch(Protocol):
 class Wave:
     """Reads that are done together: places by file, and what is left to do once they hold."""
 
-    wanted: dict[int, list[Placed]] = field(default_factory=dict)
+    runs: dict[int, Runs] = field(default_factory=dict)
+    placed: dict[int, list[Placed]] = field(default_factory=dict)
     after: list[Callable[[], None]] = field(default_factory=list)
     device: int | None = None  # the GPU that all of its places are on
     fetch: WaveFetch | None = None  # what reads it, from its check on
     ends: dict[int, int] = field(default_factory=dict)  # of the last range of each file
     detours: int = 0  # bytes of buffers
+
+    @property
+    def wanted(self) -> dict[int, Stream]:
+        """The memory that bytes of each file go to."""
+        none = Runs([], [], [])
+        return {
+            file: Stream.of(self.placed.get(file, ()), end, self.runs.get(file, none))
+            for file, end in self.ends.items()
+        }
 
     def finish(self) -> None:
         """Everything has arrived: take it where it belongs."""
@@ -62,24 +99,46 @@ class Wave:
             copy()
 
 
-def waves(reads: Iterable[BoxRead], shards: Iterable[ShardRead] = ()) -> list[Wave]:
+def waves(reads: Iterable[BoxRead], direct: DirectReads | None = None) -> list[Wave]:
     """Plan the reads. `MismatchError` for a destination that cannot be written to."""
-    direct = list(shards)
+    planned = [] if direct is None else _waves_of(direct)
+    whole: list[BoxRead] = []
     detours: list[BoxRead] = []
     for read in reads:
-        if not prod(read.sizes):
-            continue
-        if read.destination.dtype == t.dtype_named(read.tensor.dtype) and is_run(read):
-            direct.append(ShardRead(read.shard.file, first_byte(read), _region(read.destination)))
-        else:
-            detours.append(read)
-    planned: list[Wave] = []
-    for file, start, region in sorted(direct, key=itemgetter(0, 1)):
-        _wave_for(planned, file, start, region)
-    for read in sorted(detours, key=lambda read: (read.shard.file, first_byte(read))):
+        if prod(read.sizes):
+            as_is = read.destination.dtype == t.dtype_named(read.dtype) and read.is_run
+            (whole if as_is else detours).append(read)
+    for read in sorted(whole, key=_place):
+        _wave_for(planned, *_place(read), _region(read.destination))
+    for read in sorted(detours, key=_place):
         region, copy = _detour(read)
-        wave = _wave_for(planned, read.shard.file, first_byte(read), region, region.nbytes)
+        wave = _wave_for(planned, *_place(read), region, region.nbytes)
         wave.after.append(copy)
+    return planned
+
+
+def _place(read: BoxRead) -> tuple[int, int]:
+    return read.shard.file, read.first_byte
+
+
+def _waves_of(direct: DirectReads) -> list[Wave]:
+    """Waves of direct reads: of those of one byte, each is in another wave."""
+    planned: list[Wave] = []
+    for file in np.unique(direct.files).tolist():
+        rows = np.flatnonzero(direct.files == file)
+        rows = rows[np.argsort(direct.starts[rows], kind="stable")]
+        for number in count():
+            starts = direct.starts[rows]
+            ends = np.maximum.accumulate(starts + direct.nbytes[rows])
+            late = np.append(False, starts[1:] < ends[:-1])
+            now, rows = rows[~late], rows[late]
+            if number == len(planned):
+                planned.append(Wave())
+            wave, columns = planned[number], (direct.starts, direct.addresses, direct.nbytes)
+            wave.runs[file] = Runs(*(column[now].astype(np.uint64) for column in columns))
+            wave.ends[file] = int(wave.runs[file].stops[-1])
+            if not len(rows):
+                break
     return planned
 
 
@@ -95,29 +154,8 @@ def _wave_for(planned: list[Wave], file: int, start: int, region: Region, buffer
         planned.append(wave := Wave(device=device))
     wave.ends[file] = start + region.nbytes
     wave.detours += buffer
-    wave.wanted.setdefault(file, []).append((start, region))
+    wave.placed.setdefault(file, []).append((start, region))
     return wave
-
-
-def is_run(read: BoxRead) -> bool:
-    """Whether a box is one run of its shard's elements."""
-    if read.sizes == read.shard.sizes:
-        return True
-    inner = False
-    for size, whole in zip(read.sizes, read.shard.sizes, strict=True):
-        if inner and size != whole:
-            return False
-        inner = inner or size > 1
-    return True
-
-
-def first_byte(read: BoxRead) -> int:
-    """Where in the file the first element of the box lies."""
-    if not any(read.offsets):
-        return read.shard.start
-    strides = contiguous_strides(read.shard.sizes)
-    first = sum(offset * stride for offset, stride in zip(read.offsets, strides, strict=True))
-    return read.shard.start + first * t.dtype_named(read.tensor.dtype).itemsize
 
 
 def _region(destination: torch.Tensor) -> Region:
@@ -134,7 +172,7 @@ def _detour(read: BoxRead) -> tuple[Region, Callable[[], None]]:
 
     The room is memory that nothing has touched, so it costs nothing before its wave is read.
     """
-    dtype = t.dtype_named(read.tensor.dtype)
+    dtype = t.dtype_named(read.dtype)
     strides = contiguous_strides(read.shard.sizes)
     reach = sum((size - 1) * stride for size, stride in zip(read.sizes, strides, strict=True)) + 1
     rows = host_block(reach * dtype.itemsize)

@@ -16,10 +16,9 @@ from torchrelay.geometry.runs import Moves
 from torchrelay.geometry.strides import contiguous_strides
 from torchrelay.memory.gpu import kernels
 from torchrelay.memory.gpu.side import on_side_stream
-from torchrelay.plan.reads import BoxRead
 from torchrelay.record.schema import Record
 from torchrelay.state import tensors as t
-from torchrelay.stores.reading.box_reads import first_byte, is_run
+from torchrelay.stores.reading.box_reads import BoxRead
 from torchrelay.stores.seam import DeviceRun, DeviceStep
 
 
@@ -50,9 +49,9 @@ class DeviceCopies:
             return None
         self._nbytes += to.nbytes
         device, base = self._bases[read.shard.file]
-        same = to.dtype == t.dtype_named(read.tensor.dtype) and to.get_device() == device
-        if same and to.is_contiguous() and is_run(read):
-            start, address, nbytes = first_byte(read), to.data_ptr(), to.nbytes
+        same = to.dtype == t.dtype_named(read.dtype) and to.get_device() == device
+        if same and to.is_contiguous() and read.is_run:
+            start, address, nbytes = read.first_byte, to.data_ptr(), to.nbytes
             self._runs.setdefault(device, []).append((base + start, address, nbytes))
             return DeviceRun(self._names[read.shard.file], start, address, nbytes)
         self._odd.append(read)
@@ -82,10 +81,10 @@ class DeviceCopies:
 
     def _copy(self, read: BoxRead) -> None:
         device, base = self._bases[read.shard.file]
-        dtype = t.dtype_named(read.tensor.dtype)
+        dtype = t.dtype_named(read.dtype)
         strides = contiguous_strides(read.shard.sizes)
         reach = sum((n - 1) * step for n, step in zip(read.sizes, strides, strict=True)) + 1
-        raw = kernels.device_bytes(base + first_byte(read), reach * dtype.itemsize, device)
+        raw = kernels.device_bytes(base + read.first_byte, reach * dtype.itemsize, device)
         if raw.data_ptr() % dtype.itemsize:
             raw = raw.clone()
         box = raw.view(dtype).as_strided(read.sizes, strides)

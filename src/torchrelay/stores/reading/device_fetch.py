@@ -27,16 +27,16 @@ from torchrelay.memory.gpu import kernels
 from torchrelay.memory.gpu.kernels import ChunkTable, CudaError
 from torchrelay.memory.gpu.pinned import MOST_THREADS, PIECE, Upload, pinned_buffers, room_on
 from torchrelay.memory.gpu.side import on_side_stream
+from torchrelay.plan.region import Stream
 from torchrelay.record.schema import Record
 from torchrelay.stores.reading.chunks import (
     Task,
-    merged,
     not_as_written,
     opened,
     reading,
     whole_chunks,
 )
-from torchrelay.stores.reading.fetch import Fetch, Placed
+from torchrelay.stores.reading.fetch import Fetch, Placed, spans_of
 from torchrelay.stores.seam import OpenStep
 
 GROUP_BYTES = 256 << 20  # the least slab that is worth it
@@ -80,7 +80,7 @@ class DeviceFetch:
         self,
         store: OpenStep,
         checkpoint: Record,
-        wanted: Mapping[int, list[Placed]],
+        wanted: Mapping[int, Stream],
         device: int,
         *,
         progress: Callable[[int], None] | None = None,
@@ -88,11 +88,10 @@ class DeviceFetch:
         self._store, self._checkpoint, self._device = store, checkpoint, device
         self._wanted = wanted
         self._progress = progress or (lambda nbytes: None)
-        self._places = {file: _places(placed) for file, placed in wanted.items()}
+        self._places = {file: _places(stream.elsewhere) for file, stream in wanted.items()}
         self._groups: list[_Group] = []
-        for file, placed in wanted.items():
-            spans = merged(sorted((at, at + region.nbytes) for at, region in placed))
-            chunks = whole_chunks(checkpoint.volumes[file], spans, GROUP_BYTES)
+        for file, stream in wanted.items():
+            chunks = whole_chunks(checkpoint.volumes[file], spans_of(stream), GROUP_BYTES)
             self._groups += [_Group(file, start, stop) for start, stop in chunks]
         self._slab: torch.Tensor | None = None
         self._begun = False

@@ -19,6 +19,7 @@ from torchrelay.stores.reading.chunks import (
     TASK_BYTES,
     ChunkReads,
     Scratch,
+    Spans,
     Task,
     Verifier,
     Views,
@@ -34,25 +35,21 @@ Placed = tuple[int, Region]
 
 
 class Fetch(ChunkReads):
-    """Ranges of the files of one step, and their destinations."""
+    """Ranges of the files of one step, by file, and their destinations."""
 
     def __init__(
         self,
         step: OpenStep,
         record: Record,
-        wanted: Mapping[int, Iterable[Placed]],
+        wanted: Mapping[int, Stream],
         *,
         progress: Callable[[int], None] | None = None,
     ) -> None:
-        self._streams: dict[int, Stream] = {}
-        spans = {}
-        for file, placed in wanted.items():
-            ordered = sorted(placed, key=lambda piece: piece[0])
-            self._streams[file] = Stream.of(ordered, record.volumes[file].nbytes)
-            spans[file] = merged([(at, at + region.nbytes) for at, region in ordered])
+        self._streams = wanted
+        spans = {file: spans_of(stream) for file, stream in wanted.items()}
         super().__init__(step, record, spans, progress)
         # Each copy to a device has its price.
-        self._batched |= any(stream.devices for stream in self._streams.values())
+        self._batched |= any(stream.devices for stream in wanted.values())
 
     def land(self, *, verify: bool = True) -> None:
         """Fill the destinations. With `verify`, `DamagedError` if a chunk is not what was written.
@@ -117,6 +114,12 @@ class Fetch(ChunkReads):
             if not runs:
                 stream.write(at, at + len(view), torch.frombuffer(view, dtype=torch.uint8))
         return True
+
+
+def spans_of(stream: Stream) -> Spans:
+    """The bytes that a stream has memory for."""
+    host = zip(stream.host.starts.tolist(), stream.host.stops.tolist(), strict=True)
+    return merged(sorted([*host, *((at, at + one.nbytes) for at, one in stream.elsewhere)]))
 
 
 def _long_runs(stream: Stream, task: Task) -> list[tuple[int, int, int]]:

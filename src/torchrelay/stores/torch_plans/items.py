@@ -27,9 +27,9 @@ from torch.distributed.checkpoint.planner import (
 from torchrelay.errors import CheckpointError, MismatchError, UnsupportedLeafError
 from torchrelay.landing.packed import pack, unpack
 from torchrelay.plan.at_rest import describe
-from torchrelay.plan.reads import BoxRead
 from torchrelay.plan.stored import StoredTensor
 from torchrelay.state import tensors as t
+from torchrelay.stores.reading.box_reads import BoxRead
 from torchrelay.stores.shares.layout import Entry
 from torchrelay.stores.torch_plans.flattened import ValueTree
 
@@ -96,7 +96,8 @@ def asked_for(item: ReadItem, stored: StoredTensor, place: torch.Tensor) -> BoxR
     hinted = () if index.index is None else stored.shards[index.index : index.index + 1]
     for shard in (*hinted, *stored.shards):  # the hint says where it probably stands
         if shard.offsets == wanted:
-            return BoxRead(stored, shard, tuple(item.storage_offsets), tuple(item.lengths), place)
+            part = tuple(item.storage_offsets), tuple(item.lengths)
+            return BoxRead(stored.dtype, shard, *part, place)
     raise MismatchError(f"{stored.name} has no shard at {wanted}")
 
 

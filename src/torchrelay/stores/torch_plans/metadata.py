@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.metadata import (
 
 from torchrelay.errors import MismatchError
 from torchrelay.plan.outline import laid_over
-from torchrelay.plan.stored import StoredTensor, StoredTensors
+from torchrelay.plan.stored import StoredTensor, stored_tensors
 from torchrelay.record import manifest as m
 from torchrelay.record.manifest import parts
 from torchrelay.record.rows import LeafRows
@@ -53,7 +53,7 @@ def as_planned(record: Record) -> AsPlanned:
     ranks = [LeafRows(record, first[outline], at_rest=True) for outline in sorted(first)]
     offered = [leaf for rows in ranks for leaf in rows]
     tree = laid_over([(rows.tree, len(rows)) for rows in ranks])
-    stored = StoredTensors(record)
+    stored = stored_tensors(record)
     stands: dict[int, StoredTensor] = {}
     leaves: dict[int, object] = {}
     for path, index in slots(tree):

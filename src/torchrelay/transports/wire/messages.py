@@ -105,7 +105,7 @@ class Accept(_LargeMessage, frozen=True):
     route: Name
     answer: Annotated[bytes, Meta(max_length=_SMALL)] = b""  # of the route
     instead: Reasons = {}  # faster routes, and why none of them was taken
-    reads: Blob | None = None  # parts of it (`plan.gather.asked`)
+    reads: Blob | None = None  # parts of it (`plan.asked`)
 
 
 class Refuse(Message, frozen=True):

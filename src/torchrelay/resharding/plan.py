@@ -26,13 +26,14 @@ from torchrelay.landing.places import Landed, Landing
 from torchrelay.landing.seam import land_share
 from torchrelay.landing.workspace import Workspace
 from torchrelay.pause import gc_paused
-from torchrelay.plan.gather.asked import Reads
-from torchrelay.plan.gather.reads import SCATTERED, GatherReads, RankReads
-from torchrelay.plan.gather.union import Union
+from torchrelay.plan.asked import Reads
+from torchrelay.plan.reads import SCATTERED, BoxReads, ReadTable
 from torchrelay.plan.region import Stream, copy_boxes
 from torchrelay.plan.share.rank_share import RankShare
 from torchrelay.record.dtypes import itemsize
 from torchrelay.record.schema import Record
+from torchrelay.resharding.reads import GatherReads, RankReads
+from torchrelay.resharding.union import Union
 from torchrelay.state import tensors as t
 from torchrelay.state.local_parts import cut
 
@@ -74,20 +75,20 @@ class GatherPlan:
 
     def part_of(self, rank: int) -> PartLanding:
         """The part of a rank; an empty one if nothing is read of it."""
-        return self.parts.get(rank) or self._part(rank, RankReads.none())
+        no: Numbers = np.zeros(0, np.int64)
+        return self.parts.get(rank) or self._part(rank, RankReads(no, ReadTable().reads()))
 
     def _part(self, rank: int, reads: RankReads) -> PartLanding:
-        size = self._chunk_bytes or chunk_size(stream_bytes(reads.nbytes), 1)
+        size = self._chunk_bytes or chunk_size(stream_bytes(reads.filling.nbytes), 1)
         size = min(size, MAX_CHUNK_BYTES)
         return PartLanding(rank, self._records[rank], reads, self._landing, self._workspace, size)
 
     def _asked(self, only: Numbers | None = None) -> dict[int, PartLanding]:
         ranks = self._union.joined.ranks
         lost = [ranks.index(rank) for rank in self._lost]
-        record = self._landing.record
         if only is None:  # images that the landing has no use for are not read
-            only = np.flatnonzero(self._landing.held.marks & (record.box_bytes > 0))
-        found = GatherReads(self._union, self._share, record, only, lost)
+            only = np.flatnonzero(self._landing.held.marks)
+        found = GatherReads(self._union, self._share, only, lost)
         known = {one for part in self._all for one in part.reads.filled()} if self._lost else set()
         parts = {}
         for place, reads in found.by_rank.items():
@@ -129,7 +130,7 @@ class GatherPlan:
         gone = [part for part in self._all if part.rank in lost]
         self._all = [part for part in self._all if part.rank not in lost]
         self._records, self._lost = left, self._lost | lost
-        shares = [part.reads.share for part in gone]
+        shares = [part.reads.filling.share for part in gone]
         only = np.unique(np.concatenate(shares)) if shares else np.zeros(0, np.int64)
         self.parts = self._asked(only)
         return self
@@ -166,45 +167,36 @@ class PartLanding(Landing):
         self._copy = partial(workspace.copy, alone=False)
         self.asked: Reads = reads.asked(chunk_bytes)
         self.chunks = self.asked.layout(record)
-        scattered = reads.at == SCATTERED
-        addresses = held.addresses(reads.share) + np.maximum(reads.at, 0).astype(np.uint64)
+        filling = reads.filling
+        scattered = filling.at == SCATTERED
+        addresses = held.addresses(filling.share) + np.maximum(filling.at, 0).astype(np.uint64)
         # Elements that do not lie together where they go wait in memory of their own.
         padded = self.chunks.padded[scattered]
         self._waiting = workspace.stage(int(padded.sum()))
         self._waits_at = np.cumsum(padded) - padded
         addresses[scattered] = np.uint64(self._waiting.data_ptr()) + self._waits_at
-        columns = (self.chunks.places, addresses, reads.nbytes.astype(np.uint64))
-        far = np.array(held.far, bool)[held.numbers[reads.share]] & ~scattered
+        columns = (self.chunks.places, addresses, filling.nbytes.astype(np.uint64))
+        far = held.on_device(filling.share) & ~scattered
         host, device = (Runs(*(column[some] for column in columns)) for some in (~far, far))
-        memory = partial(_far_memory, held, reads.some(far), self.chunks.places[far])
+        memory = partial(_far_memory, held, filling.some(far), self.chunks.places[far])
         self.places = Stream(host, [], self.chunks.stream_bytes, device, memory)
 
     def put_boxes(self) -> None:
         """Put the elements that waited in their places."""
-        reads = self.reads
-        pairs = []
-        waiting = np.flatnonzero(reads.at == SCATTERED)
+        filling, pairs = self.reads.filling, []
+        waiting = np.flatnonzero(filling.at == SCATTERED)
         for read, at in zip(waiting.tolist(), self._waits_at.tolist(), strict=True):
-            whole = self._elements(int(reads.share[read]))
-            offsets, sizes = reads.targets[int(reads.box[read])]
-            storage, size = self._waiting.untyped_storage(), whole.element_size()
-            # Elements of 16 bytes are two numbers each.
-            more = whole.shape[len(sizes) :]
-            shape = (*sizes, *more)
-            source = t.raw(storage, at, size, shape, contiguous_strides(shape))
-            pairs.append((cut(whole, (*offsets, *(0 for _ in more)), shape), source))
+            image, (_, _, to) = int(filling.share[read]), filling.cuts[int(filling.cut[read])]
+            kind = self._landing.record.kind_of_image(image)
+            place = cut(self._landing.held.elements(image, kind), *to)
+            storage, size = self._waiting.untyped_storage(), itemsize(kind.dtype)
+            source = t.raw(storage, at, size, to[1], contiguous_strides(to[1]))
+            pairs.append((t.raw_of(place), source))
         copy_boxes(pairs)
-
-    def _elements(self, image: int) -> torch.Tensor:
-        """The elements of an image that is a box of a tensor, as whole numbers."""
-        kind = self._landing.record.kind_of_image(image)
-        sizes = kind.boxes[0][1]
-        storage, offset = self._landing.held.memory_of(image)
-        return t.raw(storage, offset, itemsize(kind.dtype), sizes, contiguous_strides(sizes))
 
 
 def _far_memory(
-    held: HeldImages, reads: RankReads, places: Column
+    held: HeldImages, reads: BoxReads, places: Column
 ) -> Iterator[tuple[int, torch.Tensor]]:
     """Memory of devices that reads go to, with their positions in the stream of the reads."""
     columns = (places, reads.share, reads.at, reads.nbytes)

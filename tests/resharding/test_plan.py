@@ -20,16 +20,16 @@ from tests.support.rounds import rounds
 from torchrelay.errors import ManifestError, MismatchError, RelayError
 from torchrelay.geometry.boxes import Box, run_of
 from torchrelay.landing.destination import PreparedDestination
-from torchrelay.landing.gathering import GatherPlan, PartLanding
 from torchrelay.landing.options import LandingOptions
 from torchrelay.landing.seam import land
-from torchrelay.plan.gather.asked import Reads, decode_reads, encode_reads
-from torchrelay.plan.gather.reads import _shared_out
+from torchrelay.plan.asked import Reads, decode_reads, encode_reads
 from torchrelay.plan.sharded import local_box
 from torchrelay.plan.snapshot import Snapshot, SnapshotPart, capture
 from torchrelay.record import manifest as m
 from torchrelay.record.encoding import decode
 from torchrelay.record.meshes import mesh_of
+from torchrelay.resharding.plan import GatherPlan, PartLanding
+from torchrelay.resharding.reads import _shared_out
 from torchrelay.state import tensors as t
 from torchrelay.state.local_parts import cut
 from torchrelay.state.meshes import described_mesh
