@@ -175,11 +175,13 @@ class Stream:
         return list(zip(highs[open_].tolist(), lows[open_].tolist(), strict=True))
 
     @classmethod
-    def of(cls, placed: Iterable[tuple[int, Region]], nbytes: int) -> Stream:
-        """A stream of regions, each with its position. The caller keeps their memory alive."""
-        pieces = list(placed)
-        host = [(at, region.address, region.nbytes) for at, region in pieces if region.address]
-        runs = Runs(*([piece[n] for piece in host] for n in range(3)))
+    def of(
+        cls, pieces: Sequence[tuple[int, Region]], nbytes: int, host: Runs | None = None
+    ) -> Stream:
+        """A stream of regions, each with its position, and of more host memory. The caller keeps
+        it alive."""
+        rows = [(at, region.address, region.nbytes) for at, region in pieces if region.address]
+        runs = Runs.of(rows) if host is None else Runs.merged(host, Runs.of(rows))
         return cls(runs, [piece for piece in pieces if not piece[1].address], nbytes)
 
     @property
