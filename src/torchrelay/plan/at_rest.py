@@ -96,17 +96,19 @@ def _names(paths: Iterable[Path]) -> tuple[list[str], tuple[tuple[int, str], ...
 def _plain_tensors(found: Description) -> list[torch.Tensor]:
     """Plain tensors without gradients, in dtypes that torch's planners know the size of, and
     distributed ones as they are."""
-    plain, leaves = found.plain, found.flat.leaves
-    tensors = [tensor.detach() for tensor in plain.of(found.locals)]
+    plain, sharded = found.plain, found.sharded.numbers
+    tensors = list(plain.of(found.flat.leaves))
+    if not sharded:
+        tensors = [tensor.detach() for tensor in tensors]
+    else:
+        pairs = zip(plain.leaves.tolist(), tensors, strict=True)
+        tensors = [one if leaf in sharded else one.detach() for leaf, one in pairs]
     opaque = [stored_dtype(kind.dtype) != kind.dtype for kind in plain.kinds]
     if any(opaque):
         marks = np.array(opaque, bool)[plain.kind_of]
         for number in np.flatnonzero(marks).tolist():
-            tensors[number] = t.raw_of(tensors[number])
-    if found.sharded.numbers:
-        for number, leaf in enumerate(plain.leaves.tolist()):
-            if leaf in found.sharded.numbers:
-                tensors[number] = leaves[leaf]
+            if int(plain.leaves[number]) not in sharded:
+                tensors[number] = t.raw_of(tensors[number])
     return tensors
 
 

@@ -57,7 +57,7 @@ class Description:
     counters of the plain ones. `images` are those of all other leaves.
 
     At rest images are row-major and of no device, and a distributed tensor is an image that is
-    whole, whatever lies here. Those that are not among the plain ones are the leaves in `wholes`.
+    whole, whatever lies here. `wholes` are the leaves of those that `plain` does not have.
 
     `UnsupportedLeafError` names what cannot be described.
     """
@@ -142,7 +142,7 @@ class Description:
         return kinds.record((found,), kind_of, **fields)
 
     def _stored(self, kind: ImageKind) -> ImageKind:
-        """The kind of an image in the record: at rest nobody has said yet which boxes it has."""
+        """The kind of an image in the record: at rest its boxes are not known yet."""
         return kind.without_boxes if self._at_rest else kind
 
     def _plain_kinds(self, kinds: KindTable) -> tuple[Numbers, Numbers]:

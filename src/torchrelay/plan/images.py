@@ -307,8 +307,8 @@ class OddLeaves:
         return rows, others
 
     def _kind_of(self, ticket: int, place: ImagePlace, kinds: KindTable) -> int | None:
-        """The kind of a tensor that is a leaf; None of a distributed one that is no row, because
-        its memory is that of other tensors, too."""
+        """The kind of a tensor that is a leaf; None for a distributed one that has not an image of
+        its own: it cannot be a row."""
         view, sharded = self.views[ticket], self.owners[ticket].sharded
         if sharded is not None:
             return sharded.number_in(kinds) if place.whole else None

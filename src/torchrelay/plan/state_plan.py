@@ -49,7 +49,7 @@ class StatePlan(NamedTuple):
 
 
 def _order(found: Description, on: Numbers | None) -> tuple[Indices, Indices | None]:
-    """The place in the stream of each image. Those of one storage stay together; small storages
+    """The place in the stream of each image. Images of one storage stay together; small storages
     come first, by device. `on` has the device of each image, unless all are on the host. Also
     returns the storage of each image in the stream, unless each has one of its own."""
     plain, images = found.plain, found.images
