@@ -93,7 +93,7 @@ class Image(NamedTuple):
     low: int
 
 
-class Owner(NamedTuple):
+class TensorOwner(NamedTuple):
     """The leaf that has a tensor. `alone`: the tensor is all of it. `sharded`: it is distributed
     in this way, and has this one part here."""
 
@@ -112,7 +112,7 @@ class OddLeaves:
 
     def __init__(self, tree: m.Node, *, at_rest: bool = False) -> None:
         self.views: list[View] = []
-        self.owners: list[Owner] = []  # of each view
+        self.owners: list[TensorOwner] = []  # of each view
         self._tree, self._at_rest = tree, at_rest
         self._leaves: dict[int, m.Leaf] = {}  # with tickets for their tensors
         self._tensors: dict[int, int] = {}  # tickets of leaves that may be rows
@@ -129,7 +129,7 @@ class OddLeaves:
         self._leaves[index] = found
         if alone or sharded is not None:
             self._tensors[index] = first
-        self.owners += [Owner(index, alone, sharded)] * (len(self.views) - first)
+        self.owners += [TensorOwner(index, alone, sharded)] * (len(self.views) - first)
 
     def _path_of(self, leaf: int) -> Path:
         return LeafPaths(self._tree)[leaf]
