@@ -6,21 +6,27 @@ outline with its named tensors (`at_rest`), and the layout of a destination.
 
 from __future__ import annotations
 
-from collections.abc import Collection
-from functools import cached_property
+from functools import cached_property, partial
+from typing import Any
 
 import numpy as np
 
-from torchrelay.errors import RelayError
+from torchrelay.errors import UnsupportedLeafError
 from torchrelay.geometry.boxes import Numbers
-from torchrelay.plan.images import LEAF, PART, Image, Images, reaching
+from torchrelay.plan.images import OddLeaves, reaching, stored_dtype
+from torchrelay.plan.outline import TensorRows, outline
 from torchrelay.plan.plain import PlainTensors, find_plain
-from torchrelay.plan.sharded import ShardedLeaves, find_sharded
+from torchrelay.plan.sharded import ShardedKind, find_sharded
 from torchrelay.record import manifest as m
+from torchrelay.record.kinds import KindTable
 from torchrelay.record.rows import Marks
-from torchrelay.state.leaves import describe
-from torchrelay.state.paths import LeafPaths
-from torchrelay.state.tree import Flat, show
+from torchrelay.record.schema import ImageKind, LeafKind, Record
+from torchrelay.state import tensors as t
+from torchrelay.state.local_parts import tie_of
+from torchrelay.state.paths import LeafPaths, Path, naming
+from torchrelay.state.tree import Flat
+
+Indices = np.ndarray[Any, np.dtype[np.intp]]
 
 
 class PlainLayout:
@@ -43,71 +49,120 @@ class PlainLayout:
         return self.sharded.kinds_of(self.plain)
 
 
-class TakenApart:
-    """A state as `plain` tensors that reach into no other, each an image of its own, and `others`:
-    leaves that are described tensor by tensor, but for those in `without`.
+class Description:
+    """A state in columns: its leaves, and its images in the order of `plain`, `wholes`, `images`.
 
-    Distributed tensors in `sharded` count as their local tensors, which `locals` has in their
-    places. `versions` are the version counters of the plain ones. At rest images are row-major, and
-    no tensor is on a device. `UnsupportedLeafError` names what cannot be described.
+    `plain` are tensors that reach into no other, each an image of its own; distributed tensors
+    count as their local ones, which `locals` has in their places. `versions` are the version
+    counters of the plain ones. `images` are those of all other leaves.
+
+    At rest images are row-major and of no device, and a distributed tensor is an image that is
+    whole, whatever lies here. `wholes` are the leaves of those that `plain` does not have.
+
+    `UnsupportedLeafError` names what cannot be described.
     """
 
-    def __init__(
-        self,
-        flat: Flat,
-        sharded: ShardedLeaves,
-        without: Collection[int] = (),
-        *,
-        at_rest: bool = False,
-    ) -> None:
-        self.flat, self.sharded, self.at_rest = flat, sharded, at_rest
-        self.locals = sharded.local_leaves(flat.leaves)
+    def __init__(self, flat: Flat, *, at_rest: bool = False) -> None:
+        self.flat, self._at_rest = flat, at_rest
+        self.sharded = find_sharded(flat.leaves, self.path_of if at_rest else None)
+        self.locals = self.sharded.local_leaves(flat.leaves)
         self.versions: list[int] = []
         self.plain = find_plain(self.locals, self.versions)
-        self._describe_others(without)
-        leave = _tangled(self.plain, self.images)
+        self._describe_others()
+        leave = _tangled(self.plain, self.odd)
         if leave.any():
             self.plain = self.plain.some(~leave)
             self.versions = np.array(self.versions)[~leave].tolist()
-            self._describe_others(without)
+            self._describe_others()
+        self.images = self.odd.images
 
-    def _describe_others(self, without: Collection[int]) -> None:
-        """Describe the leaves that are neither plain nor in `without`."""
+    def path_of(self, leaf: int) -> Path:
+        return LeafPaths(self.flat.tree)[leaf]
+
+    @property
+    def owners(self) -> Numbers:
+        """The first leaf of each image."""
+        more = [*self.wholes, *(image.leaf for image in self.images)]
+        return np.append(self.plain.leaves, np.array(more, np.int64))
+
+    def _describe_others(self) -> None:
+        """Describe the leaves that are not plain tensors."""
         rest = np.ones(self.plain.count, bool)
         rest[self.plain.leaves] = False
-        rest[list(without)] = False
-        self.others: list[int] = np.flatnonzero(rest).tolist()
-        self.described: list[m.Leaf] = []  # of each of the others
-        self.images = images = Images()
-        self.owners: list[int] = []  # of each tensor in `images`, its leaf
-        self.roles: list[int] = []  # of each tensor there, as `Images.resolve` takes them
-        for index in self.others:
-            leaf = self.flat.leaves[index]
-            try:
-                described = describe(leaf, (), images.add)
-            except RelayError:
-                path = LeafPaths(self.flat.tree)[index]
-                describe(leaf, path, images.add)  # with its path this time
-                raise
-            alone = isinstance(described, m.TensorLeaf)
-            role = LEAF if alone else self.sharded.numbers.get(index, PART)
-            added = len(images) - len(self.owners)
-            self.described.append(described)
-            self.owners.extend([index] * added)
-            self.roles.extend([role] * added)
+        self.odd = OddLeaves(self.flat.tree, at_rest=self._at_rest)
+        self.wholes: list[int] = []
+        self._whole_images: dict[int, int] = {}  # by leaf, in `wholes`; -1 if it has no bytes
+        ties: dict[object, int] = {}
+        for leaf in np.flatnonzero(rest).tolist():
+            sharded = self.sharded.kind_of(leaf)
+            if sharded is None or not self._at_rest:
+                self.odd.take(leaf, self.flat.leaves[leaf], sharded)
+                continue
+            with naming(partial(self.path_of, leaf)):
+                tie = self._tie_of(leaf, sharded)
+            image = -1 if tie is None else ties.setdefault(tie, len(self.wholes))
+            if image == len(self.wholes):
+                self.wholes.append(leaf)
+            self._whole_images[leaf] = image
 
-    @cached_property
-    def resolved(self) -> list[Image]:
-        """The images of the others."""
-        return self.images.resolve(
-            self.roles, self.sharded.kinds, self._path_of, at_rest=self.at_rest
-        )
+    def _tie_of(self, leaf: int, kind: ShardedKind) -> object | None:
+        """A value that a whole tensor shares with those that are tied to it; None if it has no
+        elements, or no memory."""
+        local = self.sharded.locals.get(leaf)
+        if local is not None and not t.is_plain(local):
+            raise UnsupportedLeafError("the local part is not a plain strided tensor")
+        if local is not None and t.flags_of(local) & (m.CONJ | m.NEG):
+            raise UnsupportedLeafError("the local part is a conj or neg view")
+        if 0 in kind.shape or (local is not None and local.is_meta):
+            return None
+        tensor: Any = self.flat.leaves[leaf]
+        return tie_of(tensor) or leaf
 
-    def _path_of(self, ticket: int) -> str:
-        return show(LeafPaths(self.flat.tree)[self.owners[ticket]])
+    def record(self, place: Indices, **fields: Any) -> Record:
+        """The record of the state, with each image at its `place`."""
+        kinds, plain = KindTable(), self.plain
+        count, first = len(plain), len(plain) + len(self.wholes)
+        leaf_kinds, image_kinds = self._plain_kinds(kinds)
+        rows, others = self.odd.finished(kinds, place[first:].tolist())
+        for leaf, image in self._whole_images.items():
+            kind = self.sharded.kinds[self.sharded.numbers[leaf]]
+            if image >= 0:
+                rows.append((leaf, kind.number_in(kinds), int(place[count + image]), 0))
+            else:
+                meta = leaf in self.sharded.locals and self.sharded.locals[leaf].is_meta
+                others[leaf] = kind.without_bytes(m.META if meta else 0)
+        more = [self.sharded.kinds[self.sharded.numbers[leaf]].image for leaf in self.wholes]
+        more += [image.kind for image in self.images]
+        kind_of: Numbers = np.empty(len(place), np.int64)
+        kind_of[place] = np.append(image_kinds, kinds.images.numbers(map(self._stored, more)))
+        columns = [TensorRows(plain.leaves, leaf_kinds, place[:count], np.zeros(count, np.int64))]
+        if rows:
+            columns.append(TensorRows(*np.array(rows, np.int64).T))
+        found = outline(self.flat.tree, len(self.flat.leaves), others, *columns)
+        return kinds.record((found,), kind_of, **fields)
+
+    def _stored(self, kind: ImageKind) -> ImageKind:
+        """The kind of an image in the record: at rest its boxes are not known yet."""
+        return kind.without_boxes if self._at_rest else kind
+
+    def _plain_kinds(self, kinds: KindTable) -> tuple[Numbers, Numbers]:
+        """Of each plain tensor, the kind of its leaf and that of its image."""
+        of = self.sharded.kinds_of(self.plain)
+        count = len(self.plain.kinds)
+        found: Numbers = np.zeros((2, count + len(self.sharded.kinds)), np.int64)
+        for number in np.flatnonzero(np.bincount(of, minlength=1)).tolist() if len(of) else ():
+            if number < count:
+                kind = self.plain.kinds[number]
+                leaf = kinds.leaves.number(LeafKind(kind.dtype, kind.shape, None, kind.flags))
+                image = ImageKind(stored_dtype(kind.dtype), kind.shape)
+            else:
+                part = self.sharded.kinds[number - count]
+                leaf, image = part.number_in(kinds), part.image
+            found[:, number] = leaf, kinds.images.number(self._stored(image))
+        return found[0][of], found[1][of]
 
 
-def _tangled(plain: PlainTensors, others: Images) -> Marks:
+def _tangled(plain: PlainTensors, others: OddLeaves) -> Marks:
     """Marks plain tensors whose storage has bytes that several tensors, or `others`, have."""
     starts, lows = plain.origins, plain.addresses
     more_lows, more_highs = others.spans

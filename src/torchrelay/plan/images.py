@@ -9,24 +9,27 @@ overlap count as one: numpy and others hand torch the same memory several times.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from functools import cached_property
+from collections.abc import Iterator, Sequence
+from functools import cached_property, partial
 from math import prod
+from operator import itemgetter
 from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
 import torch
 
-from torchrelay.errors import UnsupportedLeafError
-from torchrelay.geometry.chunks import aligned
+from torchrelay.errors import RelayError, UnsupportedLeafError
 from torchrelay.geometry.runs import Column
 from torchrelay.geometry.strides import Layout, contiguous_strides, extent, overlapping, packed
 from torchrelay.plan.region import Region
 from torchrelay.plan.sharded import ShardedKind
 from torchrelay.record import manifest as m
 from torchrelay.record.checks.leaves import QUANTIZED
-from torchrelay.record.schema import ImageKind
+from torchrelay.record.kinds import KindTable
+from torchrelay.record.schema import ImageKind, LeafKind
+from torchrelay.state.leaves import describe
+from torchrelay.state.paths import LeafPaths, Path, naming
 from torchrelay.state.tensors import CARRIERS, NAMES, OPAQUE, byte_offset, flags_of, flat_bytes
 
 _STORED = {
@@ -56,6 +59,11 @@ class View(msgspec.Struct, frozen=True, gc=False):
         """Where its storage starts."""
         return self.key[2]
 
+    @property
+    def is_located(self) -> bool:
+        """Whether its address says if it shares memory with others."""
+        return self.key[1] >= 0 and self.key[0] in ("cpu", "cuda")
+
     def reaches(self, low: int, high: int) -> bool:
         """Whether its storage has all of these bytes."""
         end = self.origin + self.tensor.untyped_storage().nbytes()
@@ -74,35 +82,59 @@ class View(msgspec.Struct, frozen=True, gc=False):
 
 
 class Image(NamedTuple):
-    """The memory of an image, its storage by number of first use, and its place there. `ticket` is
-    the first tensor that is of it."""
+    """An image: the leaf that it is of first, its device, its memory, and where that begins in
+    which storage, by number of first use."""
 
-    ticket: int
+    leaf: int
     kind: ImageKind
     device: str
     region: Region
     storage: int
-    at: int
+    low: int
 
 
-# The role of a tensor in the state: a part of an odd leaf, a leaf, or the local part of a
-# distributed one, whose kind has this number or a higher one.
-PART, LEAF, SHARDED = -2, -1, 0
+class TensorOwner(NamedTuple):
+    """The leaf that has a tensor. `alone`: the tensor is all of it. `sharded`: it is distributed
+    in this way, and has this one part here."""
+
+    leaf: int
+    alone: bool
+    sharded: ShardedKind | None
 
 
-class Images:
-    """Collects tensors as `views`, by ticket, then says how their bytes are laid out.
+class OddLeaves:
+    """Leaves that are described one by one, and the images of their tensors. First `take` each,
+    then have them `finished`.
 
-    Plain tensors that reach into no other do not come here.
+    Tensors are known by a ticket. At rest images are row-major, and tensors without bytes have
+    none; in a stream a leaf without bytes has one, and a part of a leaf none.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, tree: m.Node, *, at_rest: bool = False) -> None:
         self.views: list[View] = []
-        self.places: list[ImagePlace] = []
+        self.owners: list[TensorOwner] = []  # of each view
+        self._tree, self._at_rest = tree, at_rest
+        self._leaves: dict[int, m.Leaf] = {}  # with tickets for their tensors
+        self._tensors: dict[int, int] = {}  # tickets of leaves that may be rows
         self._by_key: dict[Key, list[int]] = {}
-        self._seen: list[int] = []  # those whose addresses say whether they share memory
 
-    def add(self, tensor: torch.Tensor, *, apart: bool = False) -> int:
+    def take(self, index: int, leaf: object, sharded: ShardedKind | None) -> None:
+        """Describe a leaf. `UnsupportedLeafError` names one that cannot be."""
+        try:
+            found = describe(leaf, (), self._add)
+        except RelayError:
+            describe(leaf, self._path_of(index), self._add)  # with its path this time
+            raise
+        first, alone = len(self.owners), isinstance(found, m.TensorLeaf)
+        self._leaves[index] = found
+        if alone or sharded is not None:
+            self._tensors[index] = first
+        self.owners += [TensorOwner(index, alone, sharded)] * (len(self.views) - first)
+
+    def _path_of(self, leaf: int) -> Path:
+        return LeafPaths(self._tree)[leaf]
+
+    def _add(self, tensor: torch.Tensor, *, apart: bool = False) -> int:
         """Take a strided tensor in; returns its ticket. `apart`: it gets an image of its own, also
         where its memory is that of others."""
         if tensor.dim() > m.MAX_DIMS:
@@ -110,25 +142,23 @@ class Images:
         ticket = len(self.views)
         shape, strides, size = tuple(tensor.shape), tensor.stride(), tensor.element_size()
         dtype, flags = NAMES[tensor.dtype], flags_of(tensor)
-        nbytes = extent(shape, strides) * size
+        nbytes, device = extent(shape, strides) * size, tensor.device
+        low = origin = 0
         if nbytes == 0 or tensor.is_meta:
-            flags |= m.META if tensor.is_meta else 0 if tensor.is_cpu else m.ON_DEVICE
-            self.views.append(View(tensor, shape, strides, size, 0, 0, dtype, flags, ("", 0, 0)))
-            return ticket
-        if tensor.is_contiguous():
-            strides = contiguous_strides(shape)  # torch lets those of size-1 dimensions be anything
-        low = tensor.data_ptr()
-        origin = low - byte_offset(tensor)
-        number = -1 - ticket if apart else tensor.device.index or 0
-        key = (tensor.device.type, number, origin)
-        if not apart and (tensor.is_cpu or tensor.is_cuda):
-            self._seen.append(ticket)
+            nbytes, apart = 0, True
+            if tensor.is_meta:
+                flags |= m.META
+            elif not (tensor.is_cpu or self._at_rest):
+                flags |= m.ON_DEVICE
+        else:
+            if tensor.is_contiguous():
+                strides = contiguous_strides(shape)  # torch lets those of size-1 dimensions be any
+            low = tensor.data_ptr()
+            origin = low - byte_offset(tensor)
+        key = (device.type, -1 - ticket if apart else device.index or 0, origin)
         self._by_key.setdefault(key, []).append(ticket)
         self.views.append(View(tensor, shape, strides, size, low, low + nbytes, dtype, flags, key))
         return ticket
-
-    def __len__(self) -> int:
-        return len(self.views)
 
     @property
     def origins(self) -> list[int]:
@@ -138,21 +168,27 @@ class Images:
     @property
     def spans(self) -> tuple[Column, Column]:
         """Where the memory begins and ends that tensors here may share with others."""
-        views = [self.views[ticket] for ticket in self._seen]
+        views = [view for view in self.views if view.is_located]
         lows, highs = [view.low for view in views], [view.high for view in views]
         return np.array(lows, np.uint64), np.array(highs, np.uint64)
 
-    @cached_property
+    def _has_image(self, ticket: int) -> bool:
+        view, owner = self.views[ticket], self.owners[ticket]
+        if view.low < view.high:
+            return True
+        is_leaf = owner.alone or owner.sharded is not None
+        return is_leaf and not self._at_rest and not view.flags & m.META
+
     def _storages(self) -> list[list[int]]:
         """The tensors over each storage, in order of first use. Storages that overlap are one."""
-        keys = list(self._by_key)
-        spans = [(-1 - number, -number) for number in range(len(keys))]  # none of them overlap
-        for number, (device, index, _) in enumerate(keys):
-            if index >= 0 and device in ("cpu", "cuda"):
-                views = [self.views[ticket] for ticket in self._by_key[keys[number]]]
+        storages = [some for some in self._by_key.values() if self._has_image(some[0])]
+        spans = [(-1 - number, -number) for number in range(len(storages))]  # none of them overlap
+        for number, tickets in enumerate(storages):
+            views = [self.views[ticket] for ticket in tickets]
+            if views[0].is_located:
                 spans[number] = min(view.low for view in views), max(view.high for view in views)
         return sorted(
-            sorted(ticket for number in group for ticket in self._by_key[keys[number]])
+            sorted(ticket for number in group for ticket in storages[number])
             for group in overlapping(spans)
         )
 
@@ -166,7 +202,7 @@ class Images:
             alike = all(self.views[ticket].within(0) == first.within(0) for ticket in group[1:])
             yield group, packed(first.shape, first.strides) if alike else None
 
-    def memory(self, tickets: Sequence[int]) -> tuple[int, torch.Tensor]:
+    def _memory(self, tickets: Sequence[int]) -> tuple[int, torch.Tensor]:
         """Where the common extent of tensors begins, and its bytes, with zeros in place of those
         that none of them touches."""
         views = [self.views[ticket] for ticket in tickets]
@@ -190,81 +226,94 @@ class Images:
         mask = touched([view.within(low) for view in views], high - low)
         return low, memory if mask is None else memory * mask.to(memory.device)
 
-    def resolve(
-        self,
-        roles: Sequence[int],
-        sharded: Sequence[ShardedKind],
-        path_of: Callable[[int], str],
-        *,
-        at_rest: bool = False,
-    ) -> list[Image]:
-        """The images, by storage in order of first use. After this, `places` has them by ticket.
-
-        `roles` has what each tensor is to the state, `sharded` the kinds of distributed ones, and
-        `path_of` names a tensor in an error.
-        """
-        self.places = [NOWHERE] * len(self.views)
+    @cached_property
+    def _resolved(self) -> tuple[list[Image], list[ImagePlace]]:
+        """The images in order of first use, and by ticket where each tensor lies."""
         images: list[Image] = []
-        for storage, tickets in enumerate(self._storages):
-            end = 0
-            for group, layout in self._groups(tickets):
-                at = aligned(end)
-                kinds = {roles[ticket] for ticket in group}
-                try:
-                    image = self._image(group, layout, len(images), kinds, sharded, at_rest)
-                except UnsupportedLeafError as fault:
-                    fault.path = fault.path or path_of(group[0])
-                    raise
-                images.append(Image(group[0], *image, storage, at))
-                end = at + image[2].nbytes
-        return images
+        places = [NOWHERE] * len(self.views)
+        groups = [
+            (tickets, layout, storage)
+            for storage, some in enumerate(self._storages())
+            for tickets, layout in self._groups(some)
+        ]
+        for tickets, layout, storage in sorted(groups, key=itemgetter(0)):
+            first, leaf = self.views[tickets[0]], self.owners[tickets[0]].leaf
+            with naming(partial(self._path_of, leaf)):
+                kind, region, found = self._image(tickets, layout, len(images))
+            for ticket, place in zip(tickets, found, strict=True):
+                places[ticket] = place
+            images.append(Image(leaf, kind, first.key[0], region, storage, first.low))
+        return images, places
+
+    @property
+    def images(self) -> list[Image]:
+        """The images in order of first use."""
+        return self._resolved[0]
 
     def _image(
-        self,
-        tickets: list[int],
-        layout: Layout | None,
-        number: int,
-        roles: set[int],
-        sharded: Sequence[ShardedKind],
-        at_rest: bool,
-    ) -> tuple[ImageKind, str, Region]:
-        first = self.views[tickets[0]]
-        device = first.key[0]
+        self, tickets: list[int], layout: Layout | None, number: int
+    ) -> tuple[ImageKind, Region, list[ImagePlace]]:
+        """What tensors over the same bytes are of, and where each of them lies there."""
+        first, owners = self.views[tickets[0]], [self.owners[ticket] for ticket in tickets]
         whole = layout is not None and layout.numel == prod(first.shape)
-        if layout is None or (at_rest and not whole):
-            low, memory = self.memory(tickets)
-            for ticket in tickets:
-                view = self.views[ticket]
-                self.places[ticket] = ImagePlace(
-                    number, view.low - low, view.kept_strides, whole=False
-                )
+        if layout is None or (self._at_rest and not whole):
+            low, memory = self._memory(tickets)
+            views = [self.views[ticket] for ticket in tickets]
+            at = [ImagePlace(number, v.low - low, v.kept_strides, whole=False) for v in views]
             region = Region.row_major(memory)
-            return ImageKind("uint8", (region.nbytes,)), device, region
-        region = Region.of(first.tensor, first.shape, first.strides, layout.order)
+            return ImageKind("uint8", (region.nbytes,)), region, at
+        region = Region(first.tensor, 0)
+        if first.low < first.high:
+            region = Region.of(first.tensor, first.shape, first.strides, layout.order)
         strides = None if layout.strides == contiguous_strides(first.shape) else layout.strides
-        if whole and min(roles) >= SHARDED:
-            kind = sharded[min(roles)]
-            whole = all(_is_local_part(first, kind, sharded[role]) for role in roles)
-            found = ImageKind.of_boxes(kind.dtype, kind.shape, [kind.box], strides)
-        else:
+        ways = [owner.sharded for owner in owners if owner.sharded is not None]
+        found = ImageKind(stored_dtype(first.dtype), first.shape, strides)
+        if ways:
+            alike = len(ways) == len(owners) and all(_is_part(first, ways[0], way) for way in ways)
+            whole = whole and (alike or first.low == first.high)
+            found = ImageKind.of_boxes(ways[0].dtype, ways[0].shape, [ways[0].box], strides)
+        elif strides is not None and not self._at_rest:
             # Parts of odd leaves have their strides with them, unless those are row-major.
-            as_it_is = strides is None or at_rest or PART not in roles
-            whole = whole and max(roles) < SHARDED and as_it_is
-            found = ImageKind(stored_dtype(first.dtype), first.shape, strides)
+            whole = whole and all(owner.alone for owner in owners)
         if not whole:
             found = ImageKind("uint8", (region.nbytes,))
         place = ImagePlace(number, 0, None if whole else strides, whole)
-        for ticket in tickets:
-            self.places[ticket] = place
-        return found, device, region
+        return found, region, [place] * len(tickets)
 
-    def leaf(self, ticket: int, numbers: Sequence[int]) -> m.TensorLeaf:
-        """The record of a tensor. `numbers` has the number of each image in the state's record."""
-        view, place = self.views[ticket], self.places[ticket]
-        if place.image < 0:
-            return m.TensorLeaf(view.dtype, view.shape, view.kept_strides, -1, 0, view.flags)
-        image = numbers[place.image]
-        return m.TensorLeaf(view.dtype, view.shape, place.strides, image, place.offset, view.flags)
+    def finished(
+        self, kinds: KindTable, numbers: Sequence[int]
+    ) -> tuple[list[tuple[int, int, int, int]], dict[int, m.Leaf]]:
+        """Tensors as rows of leaf, kind, image and offset, and all other leaves as records.
+        `numbers` has the number of each image in the state's record."""
+        _, places = self._resolved
+        rows: list[tuple[int, int, int, int]] = []
+        others: dict[int, m.Leaf] = {}
+
+        def part(found: m.TensorLeaf) -> m.TensorLeaf:
+            view, place = self.views[found.storage], places[found.storage]
+            if place.image < 0:
+                return m.TensorLeaf(view.dtype, view.shape, view.kept_strides, -1, 0, view.flags)
+            at, flags = (numbers[place.image], place.offset), view.flags
+            return m.TensorLeaf(view.dtype, view.shape, place.strides, *at, flags)
+
+        for leaf, found in self._leaves.items():
+            ticket = self._tensors.get(leaf, -1)
+            place = places[ticket] if ticket >= 0 else NOWHERE
+            kind = self._kind_of(ticket, place, kinds) if place.image >= 0 else None
+            if kind is None:
+                others[leaf] = m.with_parts(found, part)
+            else:
+                rows.append((leaf, kind, numbers[place.image], place.offset))
+        return rows, others
+
+    def _kind_of(self, ticket: int, place: ImagePlace, kinds: KindTable) -> int | None:
+        """The kind of a tensor that is a leaf; None for a distributed one that has not an image of
+        its own: it cannot be a row."""
+        view, sharded = self.views[ticket], self.owners[ticket].sharded
+        if sharded is not None:
+            return sharded.number_in(kinds) if place.whole else None
+        flags = view.flags & ~m.ON_DEVICE
+        return kinds.leaves.number(LeafKind(view.dtype, view.shape, place.strides, flags))
 
 
 class ImagePlace(NamedTuple):
@@ -279,7 +328,7 @@ class ImagePlace(NamedTuple):
 NOWHERE = ImagePlace(-1, 0, None, whole=False)  # of a tensor that has no bytes
 
 
-def _is_local_part(view: View, kind: ShardedKind, other: ShardedKind) -> bool:
+def _is_part(view: View, kind: ShardedKind, other: ShardedKind) -> bool:
     """Whether a tensor is what distributed ones of two kinds are said to have here."""
     if view.flags & (m.CONJ | m.NEG):
         return False

@@ -6,7 +6,7 @@ several local shards, or whose elements here are not a box of it, is left to the
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any, NamedTuple
 
 import msgspec
@@ -22,8 +22,10 @@ from torchrelay.record.kinds import KindTable
 from torchrelay.record.schema import BoxSharding, ImageKind, LeafKind, MeshSharding
 from torchrelay.state import tensors as t
 from torchrelay.state.meshes import mesh_record
+from torchrelay.state.paths import Path, show
 
 _encode = msgspec.msgpack.Encoder().encode
+PathOf = Callable[[int], Path]
 
 
 class ShardedKind(NamedTuple):
@@ -55,6 +57,16 @@ class ShardedKind(NamedTuple):
         how = MeshSharding(-1, self.placements, self.coordinate)
         return kinds.distributed(leaf, how, self.mesh)
 
+    def without_bytes(self, flags: int) -> m.Leaf:
+        """The record of a whole tensor that has no elements, or no memory."""
+        part = m.TensorLeaf(self.dtype, self.shape, None, -1, 0, flags)
+        if self.mesh is None:
+            facts = (self.boxes, self.shape, self.dtype, self.flags, self.pinned)
+            return m.ShardedLeaf((part,), (m.Box(*self.box, None),), *facts)
+        strides = contiguous_strides(self.shape) if self.strides is None else self.strides
+        how = (self.mesh, self.placements, self.shape, strides, self.coordinate, self.flags)
+        return m.DTensorLeaf(part, *how)
+
     @property
     def is_partial(self) -> bool:
         """Whether it has values that are yet to be reduced."""
@@ -62,12 +74,14 @@ class ShardedKind(NamedTuple):
 
 
 class ShardedLeaves:
-    """The distributed tensors among some leaves: by leaf, the local tensor and its kind."""
+    """The distributed tensors among some leaves: by leaf, the local tensor and its kind, which is
+    that of the box that is here, or of the whole (`wholes`)."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, wholes: bool = False) -> None:
         self.locals: dict[int, torch.Tensor] = {}
         self.numbers: dict[int, int] = {}
         self.kinds: list[ShardedKind] = []
+        self._wholes = wholes
         self._known: dict[Hashable, int] = {}  # -1: not of one box
 
     def local_leaves(self, leaves: Sequence[Any], *, now: bool = False) -> Sequence[Any]:
@@ -93,33 +107,58 @@ class ShardedLeaves:
         found[rows[there]] = len(plain.kinds) + np.array([*self.numbers.values()], np.int64)[there]
         return found
 
+    def kind_of(self, leaf: int) -> ShardedKind | None:
+        number = self.numbers.get(leaf)
+        return None if number is None else self.kinds[number]
+
     def add(self, leaf: int, tensor: Any) -> None:
-        """Take a tensor in, unless what it has here is not one box of it. One that cannot be
-        described is left to the general path, which refuses it by its name."""
+        """Take a tensor in, unless its box is wanted and what it has here is not one."""
+        local: torch.Tensor | None
         key: Hashable
         kind: ShardedKind | None
-        try:
-            if isinstance(tensor, t.ShardedTensor):
-                locals_, boxes, all_boxes, _ = t.sharded_parts(tensor)
+        if isinstance(tensor, t.ShardedTensor):
+            locals_, boxes, all_boxes, _ = t.sharded_parts(tensor)
+            kind, local = kind_of_sharded(tensor), local_of(tensor)
+            if not self._wholes:
                 if len(locals_) != 1 or boxes[0] not in all_boxes:
                     return
-                box = (boxes[0].offsets, boxes[0].sizes)
-                local, kind = locals_[0].detach(), kind_of_sharded(tensor)._replace(box=box)
-                key = _encode(kind)
-            else:
-                local, spec = t.dtensor_parts(tensor)
-                key = (spec, tensor.requires_grad, t.is_parameter(tensor))
-                kind = None if key in self._known else _dtensor_kind(tensor, spec)
-        except UnsupportedLeafError:
-            return
+                kind = kind._replace(box=(boxes[0].offsets, boxes[0].sizes))
+            key = _encode(kind)
+        else:
+            local, spec = t.dtensor_parts(tensor)
+            key = (spec, tensor.requires_grad, t.is_parameter(tensor))
+            kind = None if key in self._known else self._kind_of_dtensor(tensor, spec)
         number = self._known.get(key)
         if number is None:
             number = self._known[key] = -1 if kind is None else len(self.kinds)
             self.kinds += [] if kind is None else [kind]
-        if number >= 0:
-            kind = self.kinds[number]
-            if local.size() == kind.box[1] and local.dtype is t.DTYPES[kind.dtype]:
-                self.locals[leaf], self.numbers[leaf] = local, number
+        if number < 0:
+            return
+        kind = self.kinds[number]
+        if not self._wholes:
+            assert local is not None
+            if local.size() != kind.box[1] or local.dtype is not t.DTYPES[kind.dtype]:
+                return
+        self.numbers[leaf] = number
+        if local is not None:
+            self.locals[leaf] = local
+
+    def _kind_of_dtensor(self, tensor: Any, spec: Any) -> ShardedKind | None:
+        """The kind of a DTensor, or of its part here; None where that is not a box of it."""
+        if self._wholes:
+            kind = kind_of_dtensor(tensor)
+            if kind.is_partial:
+                raise UnsupportedLeafError(
+                    "a DTensor with a partial placement has no value yet: redistribute it first"
+                )
+            return kind
+        coordinate = spec.mesh.get_coordinate()
+        if coordinate is None or tensor.dim() > m.MAX_DIMS:
+            return None
+        kind = kind_of_dtensor(tensor)
+        assert kind.mesh is not None
+        box = local_box(kind.shape, kind.mesh.shape, tuple(coordinate), kind.placements)
+        return None if box is None else kind._replace(box=box, coordinate=tuple(coordinate))
 
 
 def local_of(leaf: Any) -> torch.Tensor | None:
@@ -127,28 +166,27 @@ def local_of(leaf: Any) -> torch.Tensor | None:
     if not isinstance(leaf, t.ShardedTensor):
         return t.dtensor_parts(leaf)[0]
     locals_ = t.sharded_parts(leaf)[0]
-    return locals_[0] if locals_ else None
+    return locals_[0].detach() if locals_ else None
 
 
-def find_sharded(leaves: Sequence[object]) -> ShardedLeaves:
-    """Find the distributed tensors among leaves."""
-    found = ShardedLeaves()
+def find_sharded(leaves: Sequence[object], whole_of: PathOf | None = None) -> ShardedLeaves:
+    """Find the distributed tensors among leaves. One that cannot be described is left to the
+    general path, which refuses it by its name.
+
+    With `whole_of`, which has the path of a leaf, their kinds are those of whole tensors, and all
+    are found: `UnsupportedLeafError` for one that cannot be.
+    """
+    found = ShardedLeaves(wholes=whole_of is not None)
     types = {kind for kind in set(map(type, leaves)) if t.is_distributed_type(kind)}
     for index, leaf in enumerate(leaves if types else ()):
         if type(leaf) in types:
-            found.add(index, leaf)
+            try:
+                found.add(index, leaf)
+            except UnsupportedLeafError as fault:
+                if whole_of is not None:
+                    fault.path = fault.path or show(whole_of(index))
+                    raise
     return found
-
-
-def _dtensor_kind(tensor: Any, spec: Any) -> ShardedKind | None:
-    """The kind of a DTensor's part here; None where that is not a box of it."""
-    coordinate = spec.mesh.get_coordinate()
-    if coordinate is None or tensor.dim() > m.MAX_DIMS:
-        return None
-    kind = kind_of_dtensor(tensor)
-    assert kind.mesh is not None
-    box = local_box(kind.shape, kind.mesh.shape, tuple(coordinate), kind.placements)
-    return None if box is None else kind._replace(box=box, coordinate=tuple(coordinate))
 
 
 def local_box(

@@ -8,6 +8,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from functools import cached_property, partial
+from operator import itemgetter
 from typing import Any
 
 import numpy as np
@@ -19,15 +20,13 @@ from torchrelay.geometry.chunks import MIB, Chunks
 from torchrelay.geometry.runs import Column, Copy, Runs
 from torchrelay.pause import gc_paused
 from torchrelay.plan.asked import Reads
-from torchrelay.plan.description import TakenApart
+from torchrelay.plan.description import Description, Indices
 from torchrelay.plan.region import Region, Stream
-from torchrelay.plan.sharded import find_sharded
 from torchrelay.plan.state_plan import StatePlan
 from torchrelay.record.encoding import encode
 from torchrelay.record.rows import Marks
 from torchrelay.state.local_parts import cut
 from torchrelay.state.objects import flatten_objects
-from torchrelay.state.paths import LeafPaths
 from torchrelay.state.tensors import versions_of
 from torchrelay.state.tree import flatten, show
 
@@ -75,14 +74,12 @@ class Snapshot(Sendable):
     A snapshot keeps the tensors of the state alive.
     """
 
-    def __init__(self, apart: TakenApart, planned: StatePlan) -> None:
-        self.record = planned.record
+    def __init__(self, found: Description, planned: StatePlan) -> None:
+        self.record, self.chunks, place = planned
         self.step, self.devices = self.record.step, self.record.used_devices
-        self.chunks = planned.chunks
-        self._apart, self._plan = apart, planned
-        self._plain = apart.plain.of(apart.locals)
-        self._versions = apart.versions, self._other_versions()
-        self._images = dict(zip(planned.other_numbers, apart.resolved, strict=True))
+        self._found, self._place = found, place
+        self._plain = found.plain.of(found.locals)
+        self._versions = found.versions, self._other_versions()
         self.stream = self._memory()
 
     def encoded(self) -> bytes:
@@ -91,59 +88,65 @@ class Snapshot(Sendable):
 
     def _memory(self) -> Stream:
         """The bytes, as they lie in memory now."""
-        plain, places = self._apart.plain, self.chunks.places
-        columns = (places[self._plan.plain_images], plain.addresses, plain.nbytes)
+        plain, starts = self._found.plain, self.chunks.places[self._place]
+        columns = (starts[: len(plain)], plain.addresses, plain.nbytes)
         host = Runs(*(column[plain.on_host] for column in columns))
         device = Runs(*(column[~plain.on_host] for column in columns))
-        images = [(self.chunks.start_of(n), self._images[n].region) for n in sorted(self._images)]
-        runs = [(at, one.address, one.nbytes) for at, one in images if one.address]
-        if runs:
-            host = Runs.merged(host, Runs.of(runs))
-        regions = [(at, one) for at, one in images if not one.address]
-        far = partial(_far, columns[0], ~plain.on_host, self._plain)  # it must not keep `self`
-        return Stream(host, regions, self.chunks.stream_bytes, device, far)
+        placed = zip(starts[len(plain) :].tolist(), self._found.images, strict=True)
+        regions = [(at, image.region) for at, image in placed if image.region.nbytes]
+        stream = Stream.of(sorted(regions, key=itemgetter(0)), self.chunks.stream_bytes, host)
+        stream.device = device
+        stream.far = partial(_far, columns[0], ~plain.on_host, self._plain)  # must not keep `self`
+        return stream
 
     @cached_property
     def addresses(self) -> Numbers:
         """Where each image lies in host memory in one run; else 0."""
-        plain = self._apart.plain
+        plain = self._found.plain
+        others = [image.region.address for image in self._found.images]
         found: Numbers = np.zeros(self.record.images, np.int64)
-        found[self._plan.plain_images] = np.where(plain.on_host, plain.addresses, 0)
-        for number, image in self._images.items():
-            found[number] = image.region.address
+        found[self._place[: len(plain)]] = np.where(plain.on_host, plain.addresses, 0)
+        found[self._place[len(plain) :]] = others
         return found
+
+    @cached_property
+    def _numbers(self) -> Indices:
+        """By image of the record, its number in the description."""
+        return np.argsort(self._place)
 
     def tensor(self, image: int) -> torch.Tensor:
         """The tensor whose elements an image has; of an image of bytes, their memory."""
-        found = self._images.get(image)
-        return self._plain[self._plain_of[image]] if found is None else found.region.keep
+        number = int(self._numbers[image])
+        if number >= len(self._plain):
+            return self._found.images[number - len(self._plain)].region.keep
+        found: torch.Tensor = self._plain[number]
+        return found
 
     def region(self, image: int) -> Region:
         """The bytes of an image, as they lie."""
-        found = self._images.get(image)
-        return Region.row_major(self.tensor(image)) if found is None else found.region
-
-    @cached_property
-    def _plain_of(self) -> dict[int, int]:
-        """By image, the plain tensor that it is."""
-        images = self._plan.plain_images.tolist()
-        return {image: number for number, image in enumerate(images)}
+        number = int(self._numbers[image]) - len(self._plain)
+        return (
+            Region.row_major(self.tensor(image))
+            if number < 0
+            else self._found.images[number].region
+        )
 
     def _other_versions(self) -> list[int]:
-        return versions_of([view.tensor for view in self._apart.images.views])
+        return versions_of([view.tensor for view in self._found.odd.views])
 
     def changed(self) -> str | None:
         now = versions_of(self._plain), self._other_versions()
         if now == self._versions:
             return None
-        owners = (self._apart.plain.leaves.tolist(), self._apart.owners)
+        others = [owner.leaf for owner in self._found.odd.owners]
+        owners = (self._found.plain.leaves.tolist(), others)
         leaf = min(
             leaf
             for column, before, after in zip(owners, self._versions, now, strict=True)
             for leaf, old, new in zip(column, before, after, strict=True)
             if old != new
         )
-        return show(LeafPaths(self.record.outlines[0].tree)[leaf])
+        return show(self._found.path_of(leaf))
 
 
 class SnapshotPart(Sendable):
@@ -165,10 +168,8 @@ class SnapshotPart(Sendable):
             if run is not None and snapshot.record.kind_of_image(image).strides is None:
                 addresses[number] += run * tensor.element_size()
                 continue
-            region = Region.row_major(cut(tensor.detach(), *box))
-            addresses[number] = region.address
-            if not region.address:
-                regions[number] = region
+            regions[number] = Region.row_major(cut(tensor.detach(), *box))
+            addresses[number] = 0
         for number in np.flatnonzero((addresses == 0) & (self.chunks.image_bytes > 0)).tolist():
             if number not in regions:
                 regions[number] = snapshot.region(int(reads.images[number]))
@@ -176,7 +177,7 @@ class SnapshotPart(Sendable):
         columns = (self.chunks.places, addresses, self.chunks.image_bytes)
         host = Runs(*(column[here].astype(np.uint64) for column in columns))
         placed = [(self.chunks.start_of(n), regions[n]) for n in sorted(regions)]
-        self.stream = Stream(host, placed, self.chunks.stream_bytes)
+        self.stream = Stream.of(placed, self.chunks.stream_bytes, host)
 
     def changed(self) -> str | None:
         return self._snapshot.changed()
@@ -201,5 +202,5 @@ def capture(
     """
     with gc_paused():
         flat = flatten_objects(state)[0] if objects else flatten(state)
-        apart = TakenApart(flat, find_sharded(flat.leaves))
-        return Snapshot(apart, StatePlan(apart, step, receivers, chunk_bytes))
+        found = Description(flat)
+        return Snapshot(found, StatePlan.build(found, step, receivers, chunk_bytes))

@@ -23,7 +23,6 @@ from torchrelay.deadlines import Deadline
 from torchrelay.errors import ManifestError, UnsupportedLeafError
 from torchrelay.pause import gc_paused
 from torchrelay.plan.at_rest import Described, describe
-from torchrelay.plan.casting import StandIns
 from torchrelay.plan.stored import Names
 from torchrelay.record.encoding import decode, encode
 from torchrelay.record.manifest import ValueLeaf
@@ -33,6 +32,7 @@ from torchrelay.state import tensors as t
 from torchrelay.state.local_parts import LocalBoxes, local_parts
 from torchrelay.state.paths import empty_tensors
 from torchrelay.stores.shares import ownership
+from torchrelay.stores.shares.casting import StandIns
 from torchrelay.stores.shares.commit_record import refused
 from torchrelay.stores.shares.held import Holder, row_of
 from torchrelay.stores.shares.layout import Entry, ShareLayout, arrange
@@ -127,7 +127,8 @@ class SavePlan:
         """The first message of this rank: digests of its state."""
         planner = self._planner
         state = self._state if planner.prepare is None else planner.prepare(self._state)
-        self._described: Described = describe(state, self._stand_ins)
+        change = None if self._stand_ins is None else self._stand_ins.replace
+        self._described: Described = describe(state, change)
         self._signature = _signature(self._described.record)
         tensors = list(zip(self._described.names, self._described.tensors, strict=True))
         if planner.world == 1:

@@ -18,11 +18,11 @@ from torchrelay.memory import threads
 from torchrelay.memory.arena import Arena
 from torchrelay.memory.pages import paged
 from torchrelay.memory.staging import Copy, stage
-from torchrelay.plan.casting import StandIns
 from torchrelay.plan.region import Region, Stream
 from torchrelay.record.schema import Record
 from torchrelay.state.tensors import versions_of
 from torchrelay.stores.seam import DataFiles
+from torchrelay.stores.shares.casting import StandIns
 from torchrelay.stores.shares.device_hashing import DeviceHashing
 from torchrelay.stores.shares.layout import ShareLayout
 from torchrelay.stores.writer.client import WriterSave
