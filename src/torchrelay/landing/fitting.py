@@ -127,6 +127,8 @@ def _paired(
     leaf where both sides have one tree."""
     plain = into.layout.plain
     offered = mine = np.arange(len(rows))
+    if matched.tree is not None and len(plain) == len(rows.leaves) == len(rows):
+        return mine, mine, mine
     if matched.tree is None:
         offered = np.array([pair[0] for pair in matched.pairs], np.int64)
         mine = np.array([pair[2] for pair in matched.pairs], np.int64)
@@ -149,7 +151,9 @@ def _fitting(rows: LeafRows, there: Indices, into: PreparedDestination, here: In
     count, images = len(record.kinds), len(record.image_kinds)
     combined = into.layout.kinds[here] * count + rows.kinds[there]
     combined = combined * images + record.image_kind[rows.images[there]]
-    _, firsts, numbers = np.unique(combined, return_index=True, return_inverse=True)
+    firsts, numbers = np.zeros(min(len(combined), 1), np.intp), np.zeros(len(combined), np.intp)
+    if len(combined) and (combined != combined[0]).any():  # mostly not: that takes a sort to tell
+        _, firsts, numbers = np.unique(combined, return_index=True, return_inverse=True)
     fine: Marks = np.zeros(len(firsts), bool)
     for number, first in enumerate(firsts.tolist()):
         leaf, mine = rows.row(int(there[first])), into.flat.leaves[int(plain.leaves[here[first]])]

@@ -53,8 +53,8 @@ class Description:
     """A state in columns: its leaves, and its images in the order of `plain`, `wholes`, `images`.
 
     `plain` are tensors that reach into no other, each an image of its own; distributed tensors
-    count as their local ones, which `locals` has in their places. `versions` are the version
-    counters of the plain ones. `images` are those of all other leaves.
+    count as their local ones, which `locals` has in their places. `images` are those of all other
+    leaves.
 
     At rest images are row-major and of no device, and a distributed tensor is an image that is
     whole, whatever lies here. `wholes` are the leaves of those that `plain` does not have.
@@ -66,13 +66,11 @@ class Description:
         self.flat, self._at_rest = flat, at_rest
         self.sharded = find_sharded(flat.leaves, self.path_of if at_rest else None)
         self.locals = self.sharded.local_leaves(flat.leaves)
-        self.versions: list[int] = []
-        self.plain = find_plain(self.locals, self.versions)
+        self.plain = find_plain(self.locals)
         self._describe_others()
         leave = _tangled(self.plain, self.odd)
         if leave.any():
             self.plain = self.plain.some(~leave)
-            self.versions = np.array(self.versions)[~leave].tolist()
             self._describe_others()
         self.images = self.odd.images
 

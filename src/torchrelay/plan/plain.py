@@ -23,7 +23,7 @@ from torchrelay.geometry.boxes import Numbers
 from torchrelay.geometry.runs import Column
 from torchrelay.record import manifest as m
 from torchrelay.record.rows import Marks
-from torchrelay.state.tensors import NAMES, Like, blocks, versions_of
+from torchrelay.state.tensors import NAMES, Like, blocks
 
 _Tensor = torch.Tensor
 _TYPES = frozenset((torch.Tensor, torch.nn.Parameter))
@@ -102,18 +102,12 @@ class PlainTensors:
         return PlainTensors(self.count, *columns, offsets)
 
 
-def find_plain(
-    leaves: Sequence[object],
-    versions: list[int] | None = None,
-    *,
-    offsets: bool = True,
-) -> PlainTensors:
+def find_plain(leaves: Sequence[object], *, offsets: bool = True) -> PlainTensors:
     """Find the plain tensors among leaves, all of them different objects.
 
     Memory that torch cannot show never passes: asked for the address of a sparse, functional or
-    functorch-wrapped tensor, or for the shape of a nested one, torch raises or says 0. `versions`
-    receives the version counters of those that are plain. Without `offsets` no tensor is asked
-    where in its storage it lies, and `origins` is of no use.
+    functorch-wrapped tensor, or for the shape of a nested one, torch raises or says 0. Without
+    `offsets` no tensor is asked where in its storage it lies, and `origins` is of no use.
     """
     is_plain = np.ones(len(leaves), bool)
     tensors: Any = leaves
@@ -139,8 +133,6 @@ def find_plain(
         addresses += where
         if offsets:
             starts.append(np.fromiter(map(_storage_offset, kept), np.uint64, len(kept)))
-        if versions is not None:
-            versions += versions_of(kept)
     kind_of = np.concatenate(numbers)
     is_plain[is_plain] = kind_of >= 0
     return PlainTensors(

@@ -79,8 +79,11 @@ class Snapshot(Sendable):
         self.step, self.devices = self.record.step, self.record.used_devices
         self._found, self._place = found, place
         self._plain = found.plain.of(found.locals)
-        self._versions = found.versions, self._other_versions()
         self.stream = self._memory()
+
+    def watch(self) -> None:
+        """Note how often each tensor has been written to: `changed` tells of writes after this."""
+        self._versions = self._versions_now()
 
     def encoded(self) -> bytes:
         """The record in MessagePack."""
@@ -131,11 +134,11 @@ class Snapshot(Sendable):
             else self._found.images[number].region
         )
 
-    def _other_versions(self) -> list[int]:
-        return versions_of([view.tensor for view in self._found.odd.views])
+    def _versions_now(self) -> tuple[list[int], list[int]]:
+        return versions_of(self._plain), versions_of([one.tensor for one in self._found.odd.views])
 
     def changed(self) -> str | None:
-        now = versions_of(self._plain), self._other_versions()
+        now = self._versions_now()
         if now == self._versions:
             return None
         others = [owner.leaf for owner in self._found.odd.owners]
@@ -195,12 +198,17 @@ def capture(
     receivers: int = 1,
     chunk_bytes: int | None = None,
     objects: bool = False,
+    watched: bool = True,
 ) -> Snapshot:
     """Describe a state without copying it. `UnsupportedLeafError` names what cannot travel.
 
-    With `objects`, those that have a state dict are described by it.
+    With `objects`, those that have a state dict are described by it. Unless the snapshot is
+    `watched` from now on, its `watch` is called later.
     """
     with gc_paused():
         flat = flatten_objects(state)[0] if objects else flatten(state)
         found = Description(flat)
-        return Snapshot(found, StatePlan.build(found, step, receivers, chunk_bytes))
+        snapshot = Snapshot(found, StatePlan.build(found, step, receivers, chunk_bytes))
+        if watched:
+            snapshot.watch()
+        return snapshot

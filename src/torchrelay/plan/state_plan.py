@@ -53,7 +53,10 @@ def _order(found: Description, on: Numbers | None) -> tuple[Indices, Indices | N
     come first, by device. `on` has the device of each image, unless all are on the host. Also
     returns the storage of each image in the stream, unless each has one of its own."""
     plain, images = found.plain, found.images
-    origins, storage = np.unique(plain.origins, return_inverse=True)
+    origins = plain.origins
+    storage: Indices = np.arange(len(origins))
+    if not (origins[1:] > origins[:-1]).all():  # mostly tensors lie in the order of the state
+        origins, storage = np.unique(origins, return_inverse=True)
     at, nbytes = plain.addresses, plain.nbytes
     if images:
         rows = [(image.storage, image.low, image.region.nbytes) for image in images]

@@ -323,7 +323,8 @@ class Record(_MapRecord, frozen=True, kw_only=True):
     @property
     def used_devices(self) -> set[str]:
         """The kinds of devices that images come from."""
-        return {self.devices[n] for n in np.unique(self.image_devices).tolist()}
+        used = np.flatnonzero(np.bincount(self.image_devices)) if self.images else ()
+        return {self.devices[n] for n in used}
 
     @property
     def nbytes(self) -> int:

@@ -89,11 +89,15 @@ class Sending:
                     receivers=len(self._peers),
                     chunk_bytes=self._options.chunk_bytes,
                     objects=True,
+                    watched=False,
                 )
                 self._record = self.snapshot.encoded()
             self._outgoing = Outgoing(self.snapshot, self._member, self._options.verify)
             with self._watch("join"):
-                self._outgoing.get_ready()  # receivers are still on their way
+                # A receiver that waits gets its offer first, and looks at it meanwhile.
+                self._take(0.0)
+                self._outgoing.get_ready()
+                self.snapshot.watch()
                 while self._machine.joining:
                     self._step()
             with self._watch("data"):
