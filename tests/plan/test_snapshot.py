@@ -150,6 +150,7 @@ def test_every_state_arrives_as_it_is(names: list[str]) -> None:
     state = changed_state(names)
     assert_same(state, trip(state).state)
     snapshot = capture(state, 3)
+    snapshot.watch()
     assert snapshot.step == 3 and snapshot.changed() is None
     assert encode(decode(snapshot.encoded())) == snapshot.encoded()
 
@@ -161,11 +162,12 @@ def test_each_change_alone(name: str) -> None:
     assert_same(state, trip(state).state)
 
 
-def test_changes_after_a_capture_are_seen() -> None:
+def test_changes_of_a_watched_state_are_seen() -> None:
     state = build()
-    first = capture(state)
+    first, second = capture(state), capture(state)
+    first.watch()
     state["many"]["m5"].add_(1)
-    second = capture(state)
+    second.watch()
     assert first.changed() == "['many']['m5']"
     assert second.changed() is None
     state["column"].add_(1)

@@ -41,10 +41,10 @@ class Sendable(ABC):
 
     @abstractmethod
     def changed(self) -> str | None:
-        """The path of a leaf that was written to since the capture, as far as autograd knows."""
+        """The path of a leaf that was written to since `watch`, as far as autograd knows."""
 
     def check_unchanged(self) -> None:
-        """Raise `StateError` if a leaf was written to since the capture."""
+        """Raise `StateError` if a leaf was written to since `watch`."""
         if (path := self.changed()) is not None:
             raise StateError(
                 "changed while it was sent: keep the state as it is until send returns",
@@ -198,17 +198,12 @@ def capture(
     receivers: int = 1,
     chunk_bytes: int | None = None,
     objects: bool = False,
-    watched: bool = True,
 ) -> Snapshot:
     """Describe a state without copying it. `UnsupportedLeafError` names what cannot travel.
 
-    With `objects`, those that have a state dict are described by it. Unless the snapshot is
-    `watched` from now on, its `watch` is called later.
+    With `objects`, those that have a state dict are described by it.
     """
     with gc_paused():
         flat = flatten_objects(state)[0] if objects else flatten(state)
         found = Description(flat)
-        snapshot = Snapshot(found, StatePlan.build(found, step, receivers, chunk_bytes))
-        if watched:
-            snapshot.watch()
-        return snapshot
+        return Snapshot(found, StatePlan.build(found, step, receivers, chunk_bytes))

@@ -89,7 +89,6 @@ class Sending:
                     receivers=len(self._peers),
                     chunk_bytes=self._options.chunk_bytes,
                     objects=True,
-                    watched=False,
                 )
                 self._record = self.snapshot.encoded()
             self._outgoing = Outgoing(self.snapshot, self._member, self._options.verify)
