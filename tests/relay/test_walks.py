@@ -19,7 +19,7 @@ from torchrelay.transports.protocol import receiver
 SOURCES = Path(tr.__file__).parent
 PAGE = Path(__file__).parents[2] / "docs" / "design.md"
 SIDES = ("Send", "Receive")
-MOST = (16, 20)  # stops on a side
+MOST = (16, 19)  # stops on a side
 
 
 def entered(call: Callable[[], object]) -> list[str]:

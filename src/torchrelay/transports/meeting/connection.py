@@ -132,6 +132,10 @@ class Connection:
         self._came = self._taken = 0  # bytes of messages; each has one thread that adds to it
         self.closed = False  # by this side, or this side knows that the other has
 
+    def start(self) -> None:
+        """Read messages from now on. Any thread may ask for it."""
+        self._in_loop(self.update)
+
     def update(self) -> None:
         """Wait from now on for what is of use: messages, if there is space for more, and the peer
         to take those that are in the way. In the I/O thread."""

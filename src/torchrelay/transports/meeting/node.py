@@ -74,7 +74,7 @@ class Node:
         """A control connection to a sender, whose messages come to the inbox."""
         sock, identity = call_rank(self.directory, rank, me, deadline)
         connection = Connection(sock, self._loop, rank, inbox.put, identity)
-        self._listener.run(connection.update)
+        connection.start()
         return connection
 
     @contextlib.contextmanager
