@@ -23,6 +23,7 @@ import numpy as np
 import torch
 
 from benchmarks.harness import machine, save
+from torchrelay.checkpointer.rank_load import rows_for
 from torchrelay.geometry import DIGEST_BYTES
 from torchrelay.landing.options import LandingOptions
 from torchrelay.landing.seam import land_share
@@ -31,7 +32,6 @@ from torchrelay.plan.share.rank_share import RankShare
 from torchrelay.record import manifest as m
 from torchrelay.record.encoding import decode_at_rest, encode
 from torchrelay.record.meshes import mesh_of as described
-from torchrelay.record.rows import rows_for
 from torchrelay.record.schema import Record
 from torchrelay.state import tensors as t
 from torchrelay.state.meshes import described_mesh

@@ -28,6 +28,7 @@ from torchrelay.transports.routes.host import place
 from torchrelay.transports.routes.host.place import Process, Proof, claim
 from torchrelay.transports.routes.memory import MemoryFacts, MemoryService, MemoryTable
 from torchrelay.transports.routes.outgoing import Outgoing
+from torchrelay.transports.routes.route import Unavailable
 from torchrelay.transports.routes.tcp import TcpGo
 from torchrelay.transports.streams.sockets import DataSocket
 from torchrelay.transports.wire.messages import NONCE_BYTES, Digests, Go, Join, read_as, write
@@ -158,15 +159,19 @@ def secret_here(group: Any, owner: int) -> tuple[Process, Any]:
 @contextlib.contextmanager
 def naming(victim: Process, fd: int | None) -> Iterator[None]:
     """Within: this sender says that its state lies in the victim's secret."""
-    facts, table = MemoryService.facts, MemoryService.table
+    offer, table = MemoryService.offer, MemoryService.table
 
-    def lied(self: MemoryService, outgoing: Outgoing) -> MemoryFacts:
-        true = facts(self, outgoing)
-        return msgspec.structs.replace(
-            true,
-            place=msgspec.structs.replace(true.place, pid=victim.pid),
-            beacon=victim.beacon,
-            fd=true.fd if fd is None else fd,
+    def lied(self: MemoryService, outgoing: Outgoing) -> bytes | Unavailable:
+        said = offer(self, outgoing)
+        assert isinstance(said, bytes)
+        true = read_as(MemoryFacts, said)
+        return write(
+            msgspec.structs.replace(
+                true,
+                place=msgspec.structs.replace(true.place, pid=victim.pid),
+                beacon=victim.beacon,
+                fd=true.fd if fd is None else fd,
+            )
         )
 
     def there(self: MemoryService, outgoing: Outgoing) -> MemoryTable:
@@ -174,7 +179,7 @@ def naming(victim: Process, fd: int | None) -> Iterator[None]:
         memory = Runs([0], [victim.beacon], [size]).pack()
         return msgspec.structs.replace(table(self, outgoing), host=memory)
 
-    with patched(MemoryService, facts=lied, table=there):
+    with patched(MemoryService, offer=lied, table=there):
         yield
 
 

@@ -67,7 +67,7 @@ class RankLoad:
         self.instead: dict[str, str] = {}  # why a faster path was not taken
         with gc_paused():
             self._share = RankShare(
-                _rows_for(record, options.rank, world),
+                rows_for(record, options.rank, world),
                 include=include,
                 guessed=record.planned,
                 look=partial(_check_sizes, step, record),
@@ -229,7 +229,7 @@ class RankLoad:
         return wave.fetch
 
 
-def _rows_for(record: Record, rank: int, world: int) -> list[LeafRows]:
+def rows_for(record: Record, rank: int, world: int) -> list[LeafRows]:
     """The leaves that a rank of a group of `world` loads from, the first of them first.
 
     Its own where the group is as large as the one that saved. Else those of the same rank, and
