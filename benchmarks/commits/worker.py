@@ -150,7 +150,10 @@ class Worker:
         found = _decoder()(data)
         if what == "decode":
             return time.process_time() - begun
-        destination = import_module("torchrelay.landing.destination")
+        try:
+            destination = import_module("torchrelay.landing.destination")
+        except ImportError:
+            destination = import_module("torchrelay.landing.pairing")
         prepare = getattr(destination, "prepare", None) or destination.PreparedDestination
         into = None if what == "new" else _zeros_like(state)
         begun = time.process_time()

@@ -15,7 +15,7 @@ import torchrelay as tr
 from tests.support.rounds import rounds
 from tests.support.states import assert_same
 from tests.support.trips import trip
-from torchrelay.landing.destination import PreparedDestination
+from torchrelay.landing.pairing import PreparedDestination
 from torchrelay.plan.plain import PlainTensors, find_plain
 from torchrelay.plan.snapshot import capture
 from torchrelay.state import tensors

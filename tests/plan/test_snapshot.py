@@ -15,10 +15,9 @@ from tests.support.rounds import rounds
 from tests.support.states import assert_same
 from tests.support.trips import trip
 from torchrelay.errors import UnsupportedLeafError
-from torchrelay.landing.destination import PreparedDestination
 from torchrelay.landing.fitting import split
 from torchrelay.landing.options import LandingOptions
-from torchrelay.landing.pairing import paired
+from torchrelay.landing.pairing import PreparedDestination, paired
 from torchrelay.landing.seam import land
 from torchrelay.plan.snapshot import Snapshot, capture
 from torchrelay.record import manifest as m

@@ -21,8 +21,8 @@ from tests.support.rounds import rounds
 from tests.support.states import Destination, assert_same, destinations, states, tensors_in
 from tests.support.trips import chunk_of, trip
 from torchrelay.errors import FormatError, ManifestError
-from torchrelay.landing.destination import PreparedDestination
 from torchrelay.landing.options import LandingOptions
+from torchrelay.landing.pairing import PreparedDestination
 from torchrelay.landing.seam import land
 from torchrelay.plan.snapshot import Snapshot, capture
 from torchrelay.record import encoding

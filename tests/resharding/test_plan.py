@@ -19,8 +19,8 @@ from tests.support.records import rank_record
 from tests.support.rounds import rounds
 from torchrelay.errors import ManifestError, MismatchError, RelayError
 from torchrelay.geometry.boxes import Box, run_of
-from torchrelay.landing.destination import PreparedDestination
 from torchrelay.landing.options import LandingOptions
+from torchrelay.landing.pairing import PreparedDestination
 from torchrelay.landing.seam import land
 from torchrelay.plan.asked import Reads, decode_reads, encode_reads
 from torchrelay.plan.sharded import local_box

@@ -218,6 +218,16 @@ def reached(first: Any, last: Any, count: int) -> np.ndarray[Any, np.dtype[np.bo
     return marks
 
 
+def reaching(lows: Column, highs: Column) -> np.ndarray[Any, np.dtype[np.bool_]]:
+    """Which runs of memory reach into another one."""
+    found = np.zeros(len(lows), bool)
+    order = np.argsort(lows, kind="stable")  # mostly they are in order
+    meet = lows[order][1:] < np.maximum.accumulate(highs[order])[:-1]
+    found[order[1:]] = meet
+    found[order[:-1]] |= meet
+    return found
+
+
 def holding(runs: Runs, positions: Column) -> np.ndarray[Any, np.dtype[np.int64]]:
     """For each position, which ascend, the run that has the byte there, or -1."""
     index: np.ndarray[Any, np.dtype[np.int64]]

@@ -18,8 +18,8 @@ from torchrelay.geometry.chunks import Chunks
 from torchrelay.geometry.strides import packed
 from torchrelay.landing.checks.fit import ArrayFit, Fit, Found, fit
 from torchrelay.landing.checks.ties import check_ties
-from torchrelay.landing.destination import PreparedDestination
 from torchrelay.landing.leaves import strides_of
+from torchrelay.landing.pairing import PreparedDestination
 from torchrelay.landing.straight import Indices, Straight, gpu_of
 from torchrelay.record import manifest as m
 from torchrelay.record.rows import LeafRows, Marks

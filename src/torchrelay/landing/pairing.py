@@ -1,7 +1,12 @@
-"""An offered tree next to a destination: which of its leaves go to which, and what objects get."""
+"""A destination, and an offered tree next to it: which leaves go to which, and what objects get.
+
+A receiver waits for a record anyway. Meanwhile it inspects its own tensors, and `land` takes the
+result instead of the destination itself.
+"""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -10,10 +15,11 @@ import torch
 from msgspec.structs import replace
 
 from torchrelay.errors import MismatchError
-from torchrelay.landing.destination import PreparedDestination
 from torchrelay.landing.new_leaves import GivenLeaf
 from torchrelay.landing.options import LandingOptions
+from torchrelay.pause import gc_paused
 from torchrelay.plan.selection import Selection
+from torchrelay.plan.sharded import PlainLayout
 from torchrelay.record import manifest as m
 from torchrelay.state import tensors as t
 from torchrelay.state.hints import with_hints
@@ -25,14 +31,41 @@ from torchrelay.state.matching import (
     listed,
     refuse_differences,
 )
-from torchrelay.state.objects import InPlaceObject, Objects, OfferedTensor
+from torchrelay.state.objects import InPlaceObject, Objects, OfferedTensor, flatten_objects
 from torchrelay.state.optimizers import check_kind, parameter_of, parameters_of
 from torchrelay.state.paths import Path, key_of, text_of
-from torchrelay.state.tree import grafted, show, slots, subtree
+from torchrelay.state.tree import grafted, inside_records, show, slots, subtree
 from torchrelay.state.wrappers import without_wrappers
 
+JUST_NOW = 0.1  # seconds: what was looked at so lately is not looked at again
 Branches = dict[Path, m.Node]  # by object, its offered state
 TensorOf = Callable[[int], OfferedTensor | None]  # of an offered leaf
+
+
+class PreparedDestination:
+    """What `land(record, into=PreparedDestination(into))` takes. Until the end of the landing the
+    caller must not change containers: an object that is put in a slot meanwhile is not seen. A
+    tensor with new memory is noticed.
+
+    It keeps the destination alive. `UnsupportedLeafError` for a container that cannot be filled.
+    """
+
+    @gc_paused()
+    def __init__(self, into: object) -> None:
+        self.into = into
+        self.flat, self.objects = flatten_objects(into)
+        self.layout = PlainLayout(self.flat)
+        self.inside_records = inside_records(self.flat.tree)  # the leaves that these are made of
+        self._looked_at = time.monotonic()
+
+    @property
+    def moved(self) -> bool:
+        """Whether a plain tensor no longer lies where it did, if there was time for that."""
+        if time.monotonic() < self._looked_at + JUST_NOW:
+            return False
+        plain = self.layout.plain
+        tensors = self.layout.sharded.local_leaves(self.flat.leaves, now=True)
+        return not plain.lie_in_place(plain.of(tensors))
 
 
 @dataclass

@@ -11,10 +11,9 @@ from __future__ import annotations
 from dataclasses import replace
 
 from torchrelay.landing.commit.ending import StateLanding
-from torchrelay.landing.destination import PreparedDestination
 from torchrelay.landing.new_leaves import Filled
 from torchrelay.landing.options import LandingOptions
-from torchrelay.landing.pairing import Pairing, paired
+from torchrelay.landing.pairing import Pairing, PreparedDestination, paired
 from torchrelay.landing.places import Landing
 from torchrelay.landing.workspace import Workspace
 from torchrelay.pause import gc_paused

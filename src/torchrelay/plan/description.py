@@ -6,14 +6,15 @@ outline with its named tensors (`at_rest`), and the layout of a destination.
 
 from __future__ import annotations
 
-from functools import cached_property, partial
+from functools import partial
 from typing import Any
 
 import numpy as np
 
 from torchrelay.errors import UnsupportedLeafError
 from torchrelay.geometry.boxes import Numbers
-from torchrelay.plan.images import OddLeaves, reaching, stored_dtype
+from torchrelay.geometry.runs import reaching
+from torchrelay.plan.images import OddLeaves, stored_dtype
 from torchrelay.plan.outline import TensorRows, outline
 from torchrelay.plan.plain import PlainTensors, find_plain
 from torchrelay.plan.sharded import ShardedKind, find_sharded
@@ -27,26 +28,6 @@ from torchrelay.state.paths import LeafPaths, Path, naming
 from torchrelay.state.tree import Flat
 
 Indices = np.ndarray[Any, np.dtype[np.intp]]
-
-
-class PlainLayout:
-    """The plain tensors of a destination, and the local parts of its distributed ones that are
-    plain: kinds and addresses. Holds none of the tensors but local parts."""
-
-    def __init__(self, flat: Flat) -> None:
-        self.sharded = find_sharded(flat.leaves)
-        self.locals = self.sharded.local_leaves(flat.leaves)
-        plain = find_plain(self.locals, offsets=False)
-        shared = reaching(plain.addresses, plain.addresses + plain.nbytes)
-        # Tensors that share no memory with each other.
-        self.plain: PlainTensors = plain.some(~shared) if shared.any() else plain
-        self.plain.gpus  # noqa: B018  # asked for while there is time
-
-    @cached_property
-    def kinds(self) -> Numbers:
-        """The kind of each: of a plain tensor that in `plain`, of a distributed one that in
-        `sharded`, counted from there on."""
-        return self.sharded.kinds_of(self.plain)
 
 
 class Description:

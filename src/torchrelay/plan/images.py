@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from functools import cached_property, partial
 from math import prod
 from operator import itemgetter
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import msgspec
 import numpy as np
@@ -343,16 +343,6 @@ def stored_dtype(dtype: str) -> str:
 
 # Where a view starts in an extent, its item size, shape and strides.
 Geometry = tuple[int, int, tuple[int, ...], tuple[int, ...]]
-
-
-def reaching(lows: Column, highs: Column) -> np.ndarray[Any, np.dtype[np.bool_]]:
-    """Which runs of memory reach into another one."""
-    found = np.zeros(len(lows), bool)
-    order = np.argsort(lows, kind="stable")  # mostly they are in order
-    meet = lows[order][1:] < np.maximum.accumulate(highs[order])[:-1]
-    found[order[1:]] = meet
-    found[order[:-1]] |= meet
-    return found
 
 
 def touched(views: Sequence[Geometry], nbytes: int) -> torch.Tensor | None:

@@ -7,6 +7,7 @@ several local shards, or whose elements here are not a box of it, is left to the
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import msgspec
@@ -15,14 +16,16 @@ import torch
 
 from torchrelay.errors import UnsupportedLeafError
 from torchrelay.geometry.boxes import Box, Numbers
+from torchrelay.geometry.runs import reaching
 from torchrelay.geometry.strides import contiguous_strides
-from torchrelay.plan.plain import PlainTensors
+from torchrelay.plan.plain import PlainTensors, find_plain
 from torchrelay.record import manifest as m
 from torchrelay.record.kinds import KindTable
 from torchrelay.record.schema import BoxSharding, ImageKind, LeafKind, MeshSharding
 from torchrelay.state import tensors as t
 from torchrelay.state.meshes import mesh_record
 from torchrelay.state.paths import Path, show
+from torchrelay.state.tree import Flat
 
 _encode = msgspec.msgpack.Encoder().encode
 PathOf = Callable[[int], Path]
@@ -187,6 +190,26 @@ def find_sharded(leaves: Sequence[object], whole_of: PathOf | None = None) -> Sh
                     fault.path = fault.path or show(whole_of(index))
                     raise
     return found
+
+
+class PlainLayout:
+    """The plain tensors of a destination, and the local parts of its distributed ones that are
+    plain: kinds and addresses. Holds none of the tensors but local parts."""
+
+    def __init__(self, flat: Flat) -> None:
+        self.sharded = find_sharded(flat.leaves)
+        self.locals = self.sharded.local_leaves(flat.leaves)
+        plain = find_plain(self.locals, offsets=False)
+        shared = reaching(plain.addresses, plain.addresses + plain.nbytes)
+        # Tensors that share no memory with each other.
+        self.plain: PlainTensors = plain.some(~shared) if shared.any() else plain
+        self.plain.gpus  # noqa: B018  # asked for while there is time
+
+    @cached_property
+    def kinds(self) -> Numbers:
+        """The kind of each: of a plain tensor that in `plain`, of a distributed one that in
+        `sharded`, counted from there on."""
+        return self.sharded.kinds_of(self.plain)
 
 
 def local_box(

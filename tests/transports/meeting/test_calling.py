@@ -14,9 +14,9 @@ import torchrelay as tr
 from tests.support.strangers import descriptors
 from torchrelay.deadlines import Deadline
 from torchrelay.errors import PeerLostError, RemoteProtocolError
-from torchrelay.transports.meeting import calling
-from torchrelay.transports.meeting.calling import call, call_rank, call_until
+from torchrelay.transports.meeting import node
 from torchrelay.transports.meeting.directory import Directory, Identity
+from torchrelay.transports.meeting.node import call, call_rank, call_until
 from torchrelay.transports.wire import handshake
 from torchrelay.transports.wire.handshake import CONTROL, Hello
 
@@ -106,7 +106,7 @@ LISTENERS: dict[str, tuple[Callable[[socket.socket], None], type[Exception], str
 def test_whoever_else_listens_there_is_found_out(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(calling, "CONNECT_SECONDS", 0.3)
+    monkeypatch.setattr(node, "CONNECT_SECONDS", 0.3)
     answer, error, words = LISTENERS[name]
     before = descriptors()
     with answering(answer) as there:

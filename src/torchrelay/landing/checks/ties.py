@@ -11,10 +11,10 @@ import numpy as np
 from torchrelay.errors import MismatchError
 from torchrelay.geometry.boxes import Box, Comparisons
 from torchrelay.geometry.chunks import Chunks
+from torchrelay.geometry.runs import reaching
 from torchrelay.geometry.strides import contiguous_strides, extent, overlapping, packed
 from torchrelay.landing.checks.fit import ArrayFit, Fit, Found
 from torchrelay.landing.straight import Straight
-from torchrelay.plan.images import reaching
 from torchrelay.record import manifest as m
 from torchrelay.state import tensors as t
 from torchrelay.state.paths import Path

@@ -19,8 +19,7 @@ import numpy as np
 import torch
 
 from torchrelay.errors import MismatchError, TornStateError
-from torchrelay.landing.destination import PreparedDestination
-from torchrelay.landing.pairing import Pairing
+from torchrelay.landing.pairing import Pairing, PreparedDestination
 from torchrelay.record import manifest as m
 from torchrelay.state import tensors as t
 from torchrelay.state.matching import Pair

@@ -17,10 +17,9 @@ from msgspec.structs import replace
 from torchrelay.errors import MismatchError
 from torchrelay.geometry.boxes import Box, Numbers
 from torchrelay.geometry.numbered import Numbered
-from torchrelay.plan.description import PlainLayout
 from torchrelay.plan.outline import TensorRows, laid_over, outline, pruned
 from torchrelay.plan.selection import Selection
-from torchrelay.plan.sharded import ShardedKind
+from torchrelay.plan.sharded import PlainLayout, ShardedKind
 from torchrelay.plan.share.leaves import (
     NONE,
     LeafNumbers,

@@ -25,7 +25,7 @@ from torchrelay.errors import (
     UnsupportedLeafError,
 )
 from torchrelay.landing.commit.ending import TORN, StateLanding
-from torchrelay.landing.destination import PreparedDestination
+from torchrelay.landing.pairing import PreparedDestination
 from torchrelay.landing.places import Landed, named
 from torchrelay.landing.seam import Landing, land
 from torchrelay.memory.gpu.side import settle
