@@ -65,9 +65,9 @@ class Recorder:
     def offer(self, peer: Peer, several: bool) -> None:
         self._note(peer, "offer", (peer.join, several))
 
-    def go(self, peer: Peer, link: Link, patience: float) -> None:
+    def go(self, peer: Peer, link: Link) -> None:
         assert link.rank == peer.rank
-        self._note(peer, "go", (link, patience))
+        self._note(peer, "go", link)
 
     def serve(self, peer: Peer, asked: Need | Want | RouteNote) -> None:
         names = {Need: "feed", Want: "tell_digests", RouteNote: "note"}

@@ -114,8 +114,7 @@ def test_a_receiver_that_does_not_come_has_failed() -> None:
 def test_a_receiver_that_reads_begins_at_once(others: int) -> None:
     made, recorder = at(Stage.OFFERED, others=others)
     made.heard(1, MEMORY, 1.0)
-    patience = 10.0 if others else 0.0
-    assert recorder.effects == [(1, "go", (Link(1, None, None, 0), patience))]
+    assert recorder.effects == [(1, "go", Link(1, None, None, 0))]
     assert made.peers[1].stage is Stage.ACTIVE
 
 
@@ -149,7 +148,7 @@ def test_receivers_of_a_chain_begin_when_all_are_here() -> None:
     made.end_join(0.5)
     # The two that share a machine are next to each other.
     links = [Link(1, None, 3, 0), Link(3, 1, 2, 1), Link(2, 3, None, 2)]
-    assert recorder.effects[-3:] == [(link.rank, "go", (link, 10.0)) for link in links]
+    assert recorder.effects[-3:] == [(link.rank, "go", link) for link in links]
     assert not made.joining and len(made.among(Stage.ACTIVE)) == 3
 
 
@@ -157,7 +156,7 @@ def test_receivers_of_a_chain_begin_when_the_window_ends() -> None:
     made, recorder = at(Stage.ACCEPTED, others=1)
     assert made.join_ends() == 10.0
     made.end_join(10.0)
-    assert recorder.effects == [(1, "go", (Link(1, None, None, 0), 10.0))]
+    assert recorder.effects == [(1, "go", Link(1, None, None, 0))]
     assert made.peers[2].stage is Stage.FAILED
 
 
@@ -167,7 +166,7 @@ def test_one_that_comes_after_the_join_is_over_is_fed_alone() -> None:
         made.joined(rank, Join(), False, 0.0)
     made.joining = False
     made.heard(2, TCP, 1.0)
-    assert recorder.effects[-1] == (2, "go", (Link(2, None, None, 0), 10.0))
+    assert recorder.effects[-1] == (2, "go", Link(2, None, None, 0))
 
 
 @pytest.mark.parametrize("stage", [Stage.OFFERED, Stage.ACCEPTED, Stage.ACTIVE])
@@ -405,7 +404,7 @@ def test_one_that_waits_for_the_others_and_is_gone_does_not_begin() -> None:
     made.tick(10.2, {1: 10.1, 2: 0.1}, {})
     assert made.peers[1].stage is Stage.FAILED
     made.end_join(10.2)
-    assert recorder.effects[-1] == (2, "go", (Link(2, None, None, 0), 10.0))
+    assert recorder.effects[-1] == (2, "go", Link(2, None, None, 0))
 
 
 def test_patience_is_no_more_than_a_quarter_of_the_time() -> None:

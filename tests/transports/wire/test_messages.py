@@ -27,7 +27,7 @@ MESSAGES: list[m.Message] = [
     m.Refuse("mismatch", "dtype differs", "model.weight"),
     m.Refuse("step", "x" * 3000),
     m.Go(),
-    m.Go(b"data" * 5000, 2.5),
+    m.Go(b"data" * 5000),
     m.Need((3, 1, 2)),
     m.Need(tuple(range(200)), True),
     m.Want(((0, 3), (7, 8))),

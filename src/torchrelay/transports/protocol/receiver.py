@@ -127,8 +127,8 @@ class SourceRank:
         self.nbytes += landing.chunks.nbytes
         self.talk.send(m.Accept(route.name, fetch.answer, instead, reads))
         fetch.get_ready()
-        go = self.talk.expect(m.Go)
-        return partial(fetch.run, go.data, go.patience)
+        begins = route.begins(at_once=self.offer.at_once, whole=reads is None)
+        return partial(fetch.run, b"" if begins else self.talk.expect(m.Go).data)
 
     def _choose(self, incoming: Incoming) -> Choice:
         try:

@@ -41,6 +41,7 @@ class Sending:
 
     snapshot: Snapshot
     _outgoing: Outgoing
+    _watched = False  # writes to the state are counted
 
     def __init__(
         self, member: Member, ranks: Sequence[int], options: SendOptions, call: TransferCall
@@ -97,6 +98,7 @@ class Sending:
                 self._take(0.0)
                 self._outgoing.get_ready()
                 self.snapshot.watch()
+                self._watched = True
                 while self._machine.joining:
                     self._step()
             with self._watch("data"):
@@ -254,6 +256,8 @@ class Sending:
             peer.connection.send,
             self._inbox.put,
         )
+        # Nothing is read before writes to the state are counted.
+        peer.at_once = self._watched
         peer.services = services(receiver, self._options.route)
         said = {name: end.offer(outgoing) for name, end in peer.services.items()}
         return m.Offer(
@@ -266,13 +270,18 @@ class Sending:
             {name: why.because for name, why in said.items() if isinstance(why, r.Unavailable)},
             several,
             max(1, cores() // len(self._peers)),
+            self._machine.patience,
+            peer.at_once,
         )
 
-    def go(self, peer: Peer, link: r.Link, patience: float) -> None:
-        assert peer.accept is not None
-        peer.service, peer.asked = peer.services[peer.accept.route], set()
-        data = peer.service.begin(self._outgoing_of(peer.accept), peer.accept, link)
-        self.send(peer, m.Go(data, patience))
+    def go(self, peer: Peer, link: r.Link) -> None:
+        accept = peer.accept
+        assert accept is not None
+        peer.service, peer.asked = peer.services[accept.route], set()
+        data = peer.service.begin(self._outgoing_of(accept), accept, link)
+        route, whole = BY_NAME[accept.route], accept.reads is None
+        if not route.begins(at_once=peer.at_once, whole=whole):
+            self.send(peer, m.Go(data))
 
     def _outgoing_of(self, accept: m.Accept) -> Outgoing:
         """The bytes for a receiver: the state, or the parts of it that it asks for."""

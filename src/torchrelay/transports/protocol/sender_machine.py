@@ -48,7 +48,7 @@ class Effects(Protocol):
     def offer(self, peer: Peer, several: bool) -> None:
         """Make an offer to a receiver that has joined."""
 
-    def go(self, peer: Peer, link: Link, patience: float) -> None:
+    def go(self, peer: Peer, link: Link) -> None:
         """Begin to serve a receiver."""
 
     def serve(self, peer: Peer, asked: m.Need | m.Want | m.RouteNote) -> None:
@@ -132,7 +132,7 @@ class SenderMachine:
 
     def _go(self, peer: Peer, link: Link) -> None:
         peer.stage, peer.chained = Stage.ACTIVE, link.upstream is not None
-        self._attempt(peer, self.effects.go, link, self.patience)
+        self._attempt(peer, self.effects.go, link)
 
     def _attempt(self, peer: Peer, effect: Callable[..., None], *args: Any) -> None:
         """Do something for a receiver, which has failed if that cannot be done."""

@@ -135,4 +135,4 @@ def _fetch(facts: bytes, incoming: r.Incoming) -> CudaFetch | r.Unavailable:
     return CudaFetch(incoming, found)
 
 
-ROUTE = r.Route("cuda_ipc", CudaService, _fetch, reads=True)
+ROUTE = r.Route("cuda_ipc", CudaService, _fetch, reads=True, in_offer=True)

@@ -190,10 +190,10 @@ class MemoryFetch(ReadingFetch):
         if self._incoming.whole:
             self._plan(self._facts.table)
 
-    def run(self, go: bytes, patience: float) -> None:
+    def run(self, go: bytes) -> None:
         if not self._incoming.whole:
             self._plan(m.read_as(MemoryTable, go))
-        super().run(go, patience)
+        super().run(go)
 
     def _plan(self, table: MemoryTable) -> None:
         """Find the path of each chunk. `RemoteProtocolError` for memory that cannot be."""
@@ -345,4 +345,6 @@ def _fetch(facts: bytes, incoming: r.Incoming) -> MemoryFetch | r.Unavailable:
     return found if isinstance(found, r.Unavailable) else MemoryFetch(incoming, found)
 
 
-ROUTE = r.Route("memory", MemoryService, _fetch, reads=True, compared_by_request=True)
+ROUTE = r.Route(
+    "memory", MemoryService, _fetch, reads=True, in_offer=True, compared_by_request=True
+)

@@ -218,7 +218,7 @@ class NixlFetch(ReadingFetch):
         self._stopped = False
         self._idle: list[tuple[torch.Tensor, Any]] = []  # buffers that are registered
 
-    def run(self, go: bytes, patience: float) -> None:
+    def run(self, go: bytes) -> None:
         table = m.read_as(NixlTable, go)
         try:
             self._sources = Runs.unpack(table.memory, self._chunks.stream_bytes)
@@ -227,7 +227,7 @@ class NixlFetch(ReadingFetch):
             raise self._wrong(str(fault)) from None
         except NixlError as fault:
             raise self._lost(fault) from fault
-        super().run(go, patience)
+        super().run(go)
 
     def _read_chunks(self, chunks: list[int]) -> None:
         for chunk in chunks:

@@ -84,7 +84,7 @@ class ReadingFetch(RouteFetch):
 
     # The phase
 
-    def run(self, go: bytes, patience: float) -> None:
+    def run(self, go: bytes) -> None:
         most = max(1, min(self._incoming.offer.threads, cores()))
         self._workers = Workers(self._threads(most), self._talk.inbox.put)
         self._want(self._compared())

@@ -145,13 +145,13 @@ class TcpFetch(r.RouteFetch):
         self._passing: dict[int, ChunkArrived] = {}  # chunks for the next receiver of the chain
         self._broken = 0  # times that connections to the sender broke
         self._expected = len(incoming.landing.chunks)  # chunks that have yet to arrive
-        self._patience = 0.0
+        self._patience = incoming.offer.patience
         self._arrived_at = time.monotonic()
 
     # The phase
 
-    def run(self, go: bytes, patience: float) -> None:
-        self._go, self._patience = m.read_as(TcpGo, go), patience
+    def run(self, go: bytes) -> None:
+        self._go = m.read_as(TcpGo, go)
         chain = self._go.downstream is not None
         self._chunks = ChunkReceiver(
             self._incoming.landing,

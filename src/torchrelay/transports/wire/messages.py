@@ -97,6 +97,8 @@ class Offer(_LargeMessage, frozen=True):
     unavailable: Reasons = {}  # routes that I cannot serve, and why
     several: bool = False  # I have other states for you: a step must be asked for
     threads: Count = 1  # to copy with on this machine, for each receiver
+    patience: Seconds = 0.0  # without progress, before you take your chunks from me
+    at_once: bool = False  # begin without a `Go`, by a route that needs no more than this
 
 
 class Accept(_LargeMessage, frozen=True):
@@ -120,7 +122,6 @@ class Go(_LargeMessage, frozen=True):
     """Sender: begin. `data` is for the route."""
 
     data: Blob = b""
-    patience: Seconds = 0.0  # without progress, before you take your chunks from me
 
 
 class Need(_LargeMessage, frozen=True):
