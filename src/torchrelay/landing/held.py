@@ -39,14 +39,17 @@ class HeldImages:
     def add(
         self,
         memory: Sequence[torch.Tensor],
-        sizes: Sequence[int] | Numbers,
+        sizes: Sequence[int] | Numbers | Column,
         far: Sequence[bool] | Marks,
         images: Any,
         numbers: Any = 0,
         offsets: Any = 0,
+        bases: Sequence[int] | Column | None = None,
     ) -> None:
         """Have images in new pieces of memory, with the bytes of each, from now on. `numbers` and
-        `offsets` say where each image lies in them."""
+        `offsets` say where each image lies in them, `bases` where they begin, if that is known."""
+        found = [*map(torch.Tensor.data_ptr, memory)] if bases is None else bases
+        self._bases = np.append(self._bases, np.array(found, np.uint64))
         self.numbers[images], self.offsets[images] = len(self.memory) + numbers, offsets
         self.memory += memory
         self._sizes = np.append(self._sizes, np.array(sizes, np.uint64))
@@ -72,8 +75,6 @@ class HeldImages:
 
     def addresses(self, images: Numbers) -> Column:
         """Where images lie that are held."""
-        if len(self._bases) < len(self.memory):
-            self._bases = np.array([*map(torch.Tensor.data_ptr, self.memory)], np.uint64)
         found: Column = self._bases[self.numbers[images]] + self.offsets[images]
         return found
 

@@ -162,7 +162,8 @@ class StateLanding(Landing):
         rows, found = self._straight, HeldImages(self.chunks)
         memory = [self._fitting.tensors[number] for number in rows.leaf.tolist()]
         numbers = np.arange(len(memory))
-        found.add(memory, rows.nbytes.astype(np.int64), ~rows.on_host, rows.image, numbers)
+        columns = (rows.nbytes, ~rows.on_host, rows.image)
+        found.add(memory, *columns, numbers, bases=rows.address)
         return found
 
     def are_equal(self, one: int, other: int) -> bool:
