@@ -91,12 +91,15 @@ class Sending:
                     chunk_bytes=self._options.chunk_bytes,
                     objects=True,
                 )
+                give_way()
                 self._record = self.snapshot.encoded()
             self._outgoing = Outgoing(self.snapshot, self._member, self._options.verify)
+            give_way()
             with self._watch("join"):
                 # A receiver that waits gets its offer first, and looks at it meanwhile.
                 self._take(0.0)
                 self._outgoing.get_ready()
+                give_way()
                 self.snapshot.watch()
                 self._watched = True
                 while self._machine.joining:
@@ -334,3 +337,9 @@ class Sending:
         if peer.stage is Stage.UNKNOWN:
             self._node.unknown[peer.rank] = self._tickets[peer.rank].transfer
         peer.close()
+
+
+def give_way() -> None:
+    """Let the I/O thread answer receivers that call: a thread that computes without a pause keeps
+    the interpreter from it for 5 ms."""
+    time.sleep(0)
