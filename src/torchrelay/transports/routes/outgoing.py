@@ -75,7 +75,7 @@ class Outgoing:
     def get_ready(self) -> None:
         """Make the tables that receivers of this machine need, before one asks."""
         self.host, self.apart  # noqa: B018
-        with suppress(CudaError):  # each receiver is told why
+        with suppress(CudaError):  # each receiver gets the reason with its offer
             self.exported  # noqa: B018
 
     @property
