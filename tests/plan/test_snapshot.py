@@ -149,7 +149,6 @@ def test_every_state_arrives_as_it_is(names: list[str]) -> None:
     state = changed_state(names)
     assert_same(state, trip(state).state)
     snapshot = capture(state, 3)
-    snapshot.watch()
     assert snapshot.step == 3 and snapshot.changed() is None
     assert encode(decode(snapshot.encoded())) == snapshot.encoded()
 
@@ -161,12 +160,11 @@ def test_each_change_alone(name: str) -> None:
     assert_same(state, trip(state).state)
 
 
-def test_changes_of_a_watched_state_are_seen() -> None:
+def test_changes_after_a_capture_are_seen() -> None:
     state = build()
-    first, second = capture(state), capture(state)
-    first.watch()
+    first = capture(state)
     state["many"]["m5"].add_(1)
-    second.watch()
+    second = capture(state)
     assert first.changed() == "['many']['m5']"
     assert second.changed() is None
     state["column"].add_(1)

@@ -460,7 +460,6 @@ def test_boxes_are_read_from_where_they_lie() -> None:
         found = data[at : at + tensor.nbytes].view(torch.float32)  # type: ignore[attr-defined]
         assert torch.equal(found.view(tensor.shape), tensor)  # type: ignore[attr-defined]
     assert len(part.stream.regions) == 3  # the others are runs of host memory
-    snapshot.watch()
     STATE["w"].add_(0)  # type: ignore[attr-defined]
     with pytest.raises(RelayError, match="changed while it was sent"):
         part.check_unchanged()

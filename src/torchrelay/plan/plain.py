@@ -23,7 +23,7 @@ from torchrelay.geometry.boxes import Numbers
 from torchrelay.geometry.runs import Column
 from torchrelay.record import manifest as m
 from torchrelay.record.rows import Marks
-from torchrelay.state.tensors import NAMES, Like, blocks
+from torchrelay.state.tensors import NAMES, Like, blocks, versions_of
 
 _Tensor = torch.Tensor
 _TYPES = frozenset((torch.Tensor, torch.nn.Parameter))
@@ -56,6 +56,7 @@ class PlainTensors:
     kind_of: Numbers  # each tensor's kind, by number
     addresses: Column
     offsets: Column  # in their storages, in elements; none if they were not asked for
+    versions: Numbers  # how often each was written to, as autograd counts; the same
 
     def __len__(self) -> int:
         return len(self.addresses)
@@ -98,16 +99,18 @@ class PlainTensors:
     def some(self, keep: Marks) -> PlainTensors:
         """Only the tensors that are marked in `keep`."""
         columns = (self.leaves[keep], self.kinds, self.kind_of[keep], self.addresses[keep])
-        offsets = self.offsets[keep] if len(self.offsets) else self.offsets
-        return PlainTensors(self.count, *columns, offsets)
+        if not len(self.offsets):
+            return PlainTensors(self.count, *columns, self.offsets, self.versions)
+        return PlainTensors(self.count, *columns, self.offsets[keep], self.versions[keep])
 
 
-def find_plain(leaves: Sequence[object], *, offsets: bool = True) -> PlainTensors:
+def find_plain(leaves: Sequence[object], *, sent: bool = True) -> PlainTensors:
     """Find the plain tensors among leaves, all of them different objects.
 
     Memory that torch cannot show never passes: asked for the address of a sparse, functional or
-    functorch-wrapped tensor, or for the shape of a nested one, torch raises or says 0. Without
-    `offsets` no tensor is asked where in its storage it lies, and `origins` is of no use.
+    functorch-wrapped tensor, or for the shape of a nested one, torch raises or says 0. Those that
+    are not `sent` are not asked where in their storages they lie, nor how often they were written
+    to, and `origins` is of no use.
     """
     is_plain = np.ones(len(leaves), bool)
     tensors: Any = leaves
@@ -118,6 +121,7 @@ def find_plain(leaves: Sequence[object], *, offsets: bool = True) -> PlainTensor
     numbers: list[Numbers] = [np.zeros(0, np.int64)]
     addresses: list[int] = []
     starts: list[Column] = [np.zeros(0, np.uint64)]
+    versions: list[int] = []
     for some in blocks(tensors):
         kept: Sequence[Any] = some
         try:
@@ -131,8 +135,9 @@ def find_plain(leaves: Sequence[object], *, offsets: bool = True) -> PlainTensor
             where = list(map(_data_ptr, kept))
         numbers.append(found)
         addresses += where
-        if offsets:
+        if sent:
             starts.append(np.fromiter(map(_storage_offset, kept), np.uint64, len(kept)))
+            versions += versions_of(kept)
     kind_of = np.concatenate(numbers)
     is_plain[is_plain] = kind_of >= 0
     return PlainTensors(
@@ -142,6 +147,7 @@ def find_plain(leaves: Sequence[object], *, offsets: bool = True) -> PlainTensor
         kind_of[kind_of >= 0],
         np.array(addresses, np.uint64),
         np.concatenate(starts),
+        np.array(versions, np.int64),
     )
 
 

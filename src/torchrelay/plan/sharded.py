@@ -199,7 +199,7 @@ class PlainLayout:
     def __init__(self, flat: Flat) -> None:
         self.sharded = find_sharded(flat.leaves)
         self.locals = self.sharded.local_leaves(flat.leaves)
-        plain = find_plain(self.locals, offsets=False)
+        plain = find_plain(self.locals, sent=False)
         shared = reaching(plain.addresses, plain.addresses + plain.nbytes)
         # Tensors that share no memory with each other.
         self.plain: PlainTensors = plain.some(~shared) if shared.any() else plain

@@ -41,10 +41,11 @@ class Sendable(ABC):
 
     @abstractmethod
     def changed(self) -> str | None:
-        """The path of a leaf that was written to since `watch`, as far as autograd knows."""
+        """The path of a leaf that was written to since it was described, as far as autograd
+        knows."""
 
     def check_unchanged(self) -> None:
-        """Raise `StateError` if a leaf was written to since `watch`."""
+        """Raise `StateError` if a leaf was written to since it was described."""
         if (path := self.changed()) is not None:
             raise StateError(
                 "changed while it was sent: keep the state as it is until send returns",
@@ -79,11 +80,8 @@ class Snapshot(Sendable):
         self.step, self.devices = self.record.step, self.record.used_devices
         self._found, self._place = found, place
         self._plain = found.plain.of(found.locals)
+        self._versions = found.plain.versions.tolist(), self._other_versions()
         self.stream = self._memory()
-
-    def watch(self) -> None:
-        """Note how often each tensor has been written to: `changed` tells of writes after this."""
-        self._versions = self._versions_now()
 
     def encoded(self) -> bytes:
         """The record in MessagePack."""
@@ -134,11 +132,11 @@ class Snapshot(Sendable):
             else self._found.images[number].region
         )
 
-    def _versions_now(self) -> tuple[list[int], list[int]]:
-        return versions_of(self._plain), versions_of([one.tensor for one in self._found.odd.views])
+    def _other_versions(self) -> list[int]:
+        return versions_of([one.tensor for one in self._found.odd.views])
 
     def changed(self) -> str | None:
-        now = self._versions_now()
+        now = versions_of(self._plain), self._other_versions()
         if now == self._versions:
             return None
         others = [owner.leaf for owner in self._found.odd.owners]

@@ -1,4 +1,4 @@
-"""When a receiver may begin: at once, if writes to the state are counted and the offer says all."""
+"""When a receiver begins: at once if the offer has all that it needs, else when it hears `Go`."""
 
 from __future__ import annotations
 
@@ -9,71 +9,68 @@ import pytest
 import torch
 
 import torchrelay as tr
-from torchrelay.plan.snapshot import Snapshot
-from torchrelay.transports.meeting.connection import Connection, Inbox
-from torchrelay.transports.meeting.matching import ReceiverJoined
-from torchrelay.transports.protocol import sender
+from torchrelay.transports.meeting.connection import Connection
 from torchrelay.transports.routes.choice import BY_NAME
-from torchrelay.transports.wire.messages import Go, Offer
+from torchrelay.transports.wire.messages import Go
 
 WEIGHTS = {"w": torch.arange(5000.0)}
 
 
-def met(rank: int, group: Any, late: bool, route: str | None) -> Any:
-    """The messages of the sender, to a receiver that comes before or after (`late`) it counts."""
-    store, said, told = group.get_group_store(), [], Connection.send
-    watch, capture, put = Snapshot.watch, sender.capture, Inbox.put
+def told(rank: int, group: Any, route: str) -> Any:
+    """How often the sender says `Go`, or whether the receiver has the weights."""
+    said, send = [], Connection.send
+
+    def note(self: Connection, message: Any) -> None:
+        said.append(message)
+        send(self, message)
+
     with tr.Relay(group, timeout=30, route=route) as relay:
         if rank:
-            if late:
-                store.get("counted")
             into = {"w": torch.zeros(5000)}
             relay.recv(0, into=into)
             return torch.equal(into["w"], WEIGHTS["w"])
-
-        def counted(self: Snapshot) -> None:
-            watch(self)
-            store.set("counted", b"1")
-
-        def joined(self: Inbox, event: object) -> None:
-            put(self, event)
-            if isinstance(event, ReceiverJoined):
-                store.set("joined", b"1")
-
-        def captured(*args: Any, **how: Any) -> Snapshot:
-            if not late:
-                store.get("joined")
-            return capture(*args, **how)
-
-        def heard(self: Connection, message: Any) -> None:
-            said.append(message)
-            told(self, message)
-
-        with (
-            mock.patch.object(Snapshot, "watch", counted),
-            mock.patch.object(Inbox, "put", joined),
-            mock.patch.object(sender, "capture", captured),
-            mock.patch.object(Connection, "send", heard),
-        ):
+        with mock.patch.object(Connection, "send", note):
             relay.send(WEIGHTS, to=1)
-    offer = next(one for one in said if isinstance(one, Offer))
-    return offer.at_once, sum(isinstance(one, Go) for one in said)
+    return sum(isinstance(one, Go) for one in said)
 
 
-@pytest.mark.parametrize("late", [False, True])
-def test_a_receiver_of_all_waits_for_a_go_until_writes_are_counted(pool2: Any, late: bool) -> None:
-    told, right = pool2.run(met, late, None, fresh_group=True)
-    assert right and told == (late, 0 if late else 1)
+@pytest.mark.parametrize(("route", "count"), [("memory", 0), ("tcp", 1)])
+def test_a_receiver_of_all_waits_for_a_go_if_its_route_needs_more(
+    pool2: Any, route: str, count: int
+) -> None:
+    assert pool2.run(told, route) == [count, True]
 
 
-def test_a_route_that_needs_more_than_the_offer_gets_a_go(pool2: Any) -> None:
-    told, right = pool2.run(met, True, "tcp", fresh_group=True)
-    assert right and told == (True, 1)
+def test_routes_that_read_by_the_offer_are_those_whose_table_it_has() -> None:
+    assert [route.name for route in BY_NAME.values() if route.in_offer] == ["cuda_ipc", "memory"]
 
 
-@pytest.mark.parametrize("name", BY_NAME)
-def test_reads_of_parts_always_wait(name: str) -> None:
-    route = BY_NAME[name]
-    assert not route.begins(at_once=True, whole=False)
-    assert not route.begins(at_once=False, whole=True)
-    assert route.begins(at_once=True, whole=True) == (name in ("memory", "cuda_ipc"))
+def writes(rank: int, group: Any, moved: bool) -> Any:
+    """The sender's tensor is written to, or has other memory, once its address was taken."""
+    from torchrelay.transports.protocol import sender
+
+    made, keep = sender.Outgoing, []
+
+    def late(*args: Any) -> Any:
+        if moved:
+            keep.append(torch.full((5000,), 9.0))
+            state["w"].set_(keep[0])
+        else:
+            state["w"].fill_(2)
+        return made(*args)
+
+    state = {"w": torch.ones(5000), "version": 1}
+    with tr.Relay(group, timeout=30) as relay:
+        try:
+            if rank:
+                return relay.recv(0).state["version"]
+            with mock.patch.object(sender, "Outgoing", late):
+                relay.send(state, to=1)
+        except tr.RelayError as fault:
+            return type(fault).__name__
+    return "sent"
+
+
+@pytest.mark.parametrize("moved", [False, True], ids=["written to", "moved"])
+def test_a_write_right_after_the_state_was_described_is_noticed(pool2: Any, moved: bool) -> None:
+    assert pool2.run(writes, moved) == ["StateError", "PeerAbortedError"]

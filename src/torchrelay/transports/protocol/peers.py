@@ -51,7 +51,6 @@ class Peer:
     accept: Accept | None = None
     joined_at: float = 0.0
     pinged_at: float = 0.0
-    at_once: bool = False  # it may begin without a `Go`, by a route that can
     chained: bool = False  # another receiver feeds it
     rerouted: bool = False  # it was chained, and has asked the sender for chunks
     settled: bool | None = None  # whether it committed the transfer before, if that was unknown

@@ -127,7 +127,7 @@ class SourceRank:
         self.nbytes += landing.chunks.nbytes
         self.talk.send(m.Accept(route.name, fetch.answer, instead, reads))
         fetch.get_ready()
-        begins = route.begins(at_once=self.offer.at_once, whole=reads is None)
+        begins = route.in_offer and reads is None
         return partial(fetch.run, b"" if begins else self.talk.expect(m.Go).data)
 
     def _choose(self, incoming: Incoming) -> Choice:

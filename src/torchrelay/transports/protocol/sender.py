@@ -41,7 +41,6 @@ class Sending:
 
     snapshot: Snapshot
     _outgoing: Outgoing
-    _watched = False  # writes to the state are counted
 
     def __init__(
         self, member: Member, ranks: Sequence[int], options: SendOptions, call: TransferCall
@@ -99,9 +98,6 @@ class Sending:
                 # A receiver that waits gets its offer first, and looks at it meanwhile.
                 self._take(0.0)
                 self._outgoing.get_ready()
-                give_way()
-                self.snapshot.watch()
-                self._watched = True
                 while self._machine.joining:
                     self._step()
             with self._watch("data"):
@@ -259,8 +255,6 @@ class Sending:
             peer.connection.send,
             self._inbox.put,
         )
-        # Nothing is read before writes to the state are counted.
-        peer.at_once = self._watched
         peer.services = services(receiver, self._options.route)
         said = {name: end.offer(outgoing) for name, end in peer.services.items()}
         return m.Offer(
@@ -274,7 +268,6 @@ class Sending:
             several,
             max(1, cores() // len(self._peers)),
             self._machine.patience,
-            peer.at_once,
         )
 
     def go(self, peer: Peer, link: r.Link) -> None:
@@ -282,8 +275,7 @@ class Sending:
         assert accept is not None
         peer.service, peer.asked = peer.services[accept.route], set()
         data = peer.service.begin(self._outgoing_of(accept), accept, link)
-        route, whole = BY_NAME[accept.route], accept.reads is None
-        if not route.begins(at_once=peer.at_once, whole=whole):
+        if accept.reads is not None or not BY_NAME[accept.route].in_offer:
             self.send(peer, m.Go(data))
 
     def _outgoing_of(self, accept: m.Accept) -> Outgoing:

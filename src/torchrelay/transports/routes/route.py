@@ -220,13 +220,9 @@ class Route:
     service: Callable[[Receiver], RouteService]
     fetch: Callable[[bytes, Incoming], RouteFetch | Unavailable]  # takes what the sender offers
     reads: bool = False  # the receiver takes the bytes itself
-    in_offer: bool = False  # a receiver of all of a state needs no more than the offer
+    in_offer: bool = False  # a receiver of all of a state needs no more, and waits for no `Go`
     by_request: bool = False  # taken only if both sides ask for it
     compared_by_request: bool = False  # the kernel copies: digests are compared if `verify` is True
-
-    def begins(self, *, at_once: bool, whole: bool) -> bool:
-        """Whether a receiver begins without a `Go`, if the offer allows that (`at_once`)."""
-        return at_once and whole and self.in_offer
 
     def compares(self, verify: bool | None) -> bool:
         """Whether what comes by it is compared with what was sent."""

@@ -98,7 +98,6 @@ class Offer(_LargeMessage, frozen=True):
     several: bool = False  # I have other states for you: a step must be asked for
     threads: Count = 1  # to copy with on this machine, for each receiver
     patience: Seconds = 0.0  # without progress, before you take your chunks from me
-    at_once: bool = False  # begin without a `Go`, by a route that needs no more than this
 
 
 class Accept(_LargeMessage, frozen=True):
