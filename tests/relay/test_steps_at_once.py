@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 import pytest
@@ -12,6 +13,8 @@ import torch
 import torchrelay as tr
 from tests.support.faults import weights
 from tests.support.rounds import rounds
+from tests.support.ways import patched
+from torchrelay.transports.protocol.sender_machine import SenderMachine
 
 OLD, LONG = 100, 25.0
 STEPS = (10, 20, 30)
@@ -57,3 +60,34 @@ def test_steps_are_never_mixed_up(pool2: Any, in_turn: bool) -> None:
     count = rounds(250, 10)
     found = pool2.run(at_once, in_turn, count, fresh_group=True, timeout=800)
     assert found == [[list(STEPS)] * count] * 2
+
+
+def late_with_another_step(rank: int, group: Any) -> Any:
+    """Rank 1 is slow. Rank 2 comes when the send does not wait for it any more, for a step that no
+    send has."""
+    store, end = group.get_group_store(), SenderMachine.end_join
+    relay = tr.Relay(group, timeout=LONG, join_window=0.5)
+
+    def ended(self: SenderMachine, now: float) -> None:
+        end(self, now)
+        store.set("ended", b"1")
+
+    try:
+        if rank == 0:
+            with patched(SenderMachine, end_join=ended):
+                return relay.send(weights(5), [1, 2], step=5).receivers
+        if rank == 1:
+            wait = partial(store.get, "refused")
+            return relay.recv(0, step=5, progress=lambda *how: wait()).step
+        store.get("ended")
+        return relay.recv(0, step=6)
+    except tr.RelayError as fault:
+        return type(fault).__name__
+    finally:
+        if rank == 2:
+            store.set("refused", b"1")
+
+
+def test_a_late_receiver_of_a_step_that_no_send_has_is_refused(pool4: Any) -> None:
+    found = pool4.run(late_with_another_step, fresh_group=True)
+    assert found[:3] == [(1,), 5, "StepMismatchError"]

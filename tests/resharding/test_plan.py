@@ -22,7 +22,7 @@ from torchrelay.geometry.boxes import Box, run_of
 from torchrelay.landing.options import LandingOptions
 from torchrelay.landing.pairing import PreparedDestination
 from torchrelay.landing.seam import land
-from torchrelay.plan.asked import Reads, decode_reads, encode_reads
+from torchrelay.plan.asked import MAX_CHUNKS, Reads, decode_reads, encode_reads
 from torchrelay.plan.sharded import local_box
 from torchrelay.plan.snapshot import Snapshot, SnapshotPart, capture
 from torchrelay.record import manifest as m
@@ -496,6 +496,14 @@ def test_reads_of_what_is_not_there_are_refused(reads: Reads) -> None:
     decode_reads(encode_reads(_reads([0, 1, 0])), snapshot.record)
     with pytest.raises(ManifestError):
         decode_reads(encode_reads(reads), snapshot.record)
+
+
+def test_reads_in_endless_chunks_are_refused() -> None:
+    """A sender has a number for each chunk that a receiver asks for."""
+    record = capture({"w": torch.empty(MAX_CHUNKS, dtype=torch.uint8)}).record
+    decode_reads(encode_reads(_reads([0], chunk_bytes=64)), record)
+    with pytest.raises(ManifestError, match="in chunks of 1 bytes"):
+        decode_reads(encode_reads(_reads([0], chunk_bytes=1)), record)
 
 
 def mutated(chance: random.Random, good: bytes) -> bytes:

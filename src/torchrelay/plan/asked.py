@@ -22,6 +22,8 @@ from torchrelay.record.encoding import FAULTS, read_column
 from torchrelay.record.manifest import MAX_LEAVES, MAX_STREAM_BYTES, Shape
 from torchrelay.record.schema import Column, Record, pack_column, zeros_or
 
+MAX_CHUNKS = 1 << 20  # of one peer's reads: a number is kept for each
+
 
 class Reads(msgspec.Struct, frozen=True, omit_defaults=True):
     """`images` has the image of each read, `box_of` the box of it that is wanted: 0 is all of the
@@ -98,3 +100,5 @@ def _check(reads: Reads, record: Record) -> None:
     total = record.box_bytes[reads.images].sum(dtype=np.float64)
     if total > MAX_STREAM_BYTES:
         raise ManifestError(f"reads of more than the cap of {MAX_STREAM_BYTES} bytes")
+    if total / reads.chunk_bytes + count > MAX_CHUNKS:
+        raise ManifestError(f"reads in chunks of {reads.chunk_bytes} bytes, more than {MAX_CHUNKS}")

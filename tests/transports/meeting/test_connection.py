@@ -267,3 +267,27 @@ def test_no_event_of_many_threads_is_lost() -> None:
         thread.start()
     assert sorted(inbox.get(SOON) for _ in range(2 * count)) == list(range(2 * count))  # type: ignore[type-var]
     assert inbox.get(0.0) is None
+
+
+def test_a_connection_that_is_full_has_one_timer(end: End, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each message that does not leave at once looks what is to be waited for."""
+    here, calls = listener_here(), []
+    for _ in range(UNHEARD + 8):
+        end.there.sendall(m.encode(m.Fetched()))
+    until(lambda: end.connection._is_full)
+    later = here.loop.call_later
+    done = threading.Event()
+
+    def note(seconds: float, act: Callable[..., Any], *args: Any) -> Any:
+        calls.append(act)
+        return later(3600.0, act, *args)  # its time does not come while this looks
+
+    def look() -> None:
+        monkeypatch.setattr(here.loop, "call_later", note)
+        for _ in range(100):
+            end.connection.update()
+        monkeypatch.undo()
+        done.set()
+
+    here.run(look)
+    assert done.wait(SOON) and len(calls) <= 1

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import gc
 import threading
 import time
+import weakref
 from datetime import timedelta
 from typing import Any
+from unittest.mock import Mock
 
 import msgspec
 import pytest
@@ -17,6 +20,7 @@ import torchrelay as tr
 from tests.support.faults import attempt, same, weights
 from torchrelay.deadlines import Deadline
 from torchrelay.errors import PeerLostError, RemoteProtocolError
+from torchrelay.transports.meeting import directory as module
 from torchrelay.transports.meeting.directory import (
     Directory,
     Identity,
@@ -236,3 +240,26 @@ def test_what_was_given_is_found() -> None:
     directory.give(4, one)
     directory.forget(4)
     assert directory.knows(4) and directory.find(4, Deadline(1)) == one
+
+
+def test_a_directory_ends_with_its_group_after_a_failed_exchange(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The fault that is kept does not lead back to it: the collector may be off for hours."""
+    reports: list[Any] = []
+    group: Any = Mock()
+    monkeypatch.setattr(module, "watch", lambda group, work, data, report: reports.append(report))
+    gc.disable()
+    try:
+        for fault in (RuntimeError("the pair broke"), None):  # or bytes that say nothing
+            made = MessageDirectory(group)
+            made.publish(identity())
+            made.introduce(1)
+            reports[1](fault)
+            assert made._met[1]
+            gone = weakref.ref(made)
+            reports.clear()
+            del made
+            assert gone() is None
+    finally:
+        gc.enable()

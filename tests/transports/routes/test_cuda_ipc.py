@@ -25,9 +25,12 @@ from torchrelay.memory.digest import CELL_BYTES, digest
 from torchrelay.memory.gpu import device_chunks, kernels
 from torchrelay.memory.gpu.device_chunks import DeviceChunks
 from torchrelay.memory.host import at_address
+from torchrelay.plan.snapshot import capture
 from torchrelay.transports.resources import Resources
 from torchrelay.transports.routes import cuda_ipc
+from torchrelay.transports.routes.cuda.handles import sources
 from torchrelay.transports.routes.cuda_ipc import CudaFetch, CudaService
+from torchrelay.transports.routes.outgoing import Outgoing
 from torchrelay.transports.routes.route import Link, RouteFault
 from torchrelay.transports.wire.messages import Accept
 
@@ -192,3 +195,11 @@ def test_a_receiver_that_was_not_offered_the_route_gets_no_exports() -> None:
     nothing: Any = SimpleNamespace()
     with pytest.raises(RouteFault, match="not offered"):
         CudaService(nothing).begin(nothing, Accept("cuda_ipc"), Link(1))
+
+
+def test_reads_of_host_memory_alone_need_no_exports() -> None:
+    """A receiver takes the route for a state on a GPU, and then wants parts of it that are not."""
+    nothing: Any = SimpleNamespace()
+    outgoing = Outgoing(capture({"host": torch.ones(5000)}), nothing, None)
+    table = CudaService(nothing).table(outgoing)
+    assert table.host and not table.exports and sources(table.device, [], 1 << 20) == {}

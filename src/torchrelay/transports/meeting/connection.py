@@ -129,6 +129,7 @@ class Connection:
         self._reader = messages.FrameReader()
         self._backlog = bytearray()
         self._unsent = 0  # messages in it
+        self._timer: asyncio.TimerHandle | None = None  # to look again
         self._came = self._taken = 0  # bytes of messages; each has one thread that adds to it
         self.closed = False  # by this side, or this side knows that the other has
 
@@ -149,12 +150,22 @@ class Connection:
             loop.remove_writer(fd)
         if self.closed:
             loop.remove_reader(fd)
-            loop.call_later(PARTING_SECONDS, self._end)
+            self._later(PARTING_SECONDS, self._end)
         elif self._is_full:
             loop.remove_reader(fd)
-            loop.call_later(UNHEARD_SECONDS, self.update)
+            self._later(UNHEARD_SECONDS, self.update)
         else:
             loop.add_reader(fd, self._readable)
+
+    def _later(self, seconds: float, act: Callable[[], None]) -> None:
+        """Do something in a while, unless something waits for its time already."""
+
+        def now() -> None:
+            self._timer = None
+            act()
+
+        if self._timer is None:
+            self._timer = self._loop.call_later(seconds, now)
 
     def send(self, message: Message) -> None:
         """Send a message. Does not block; a lost connection is an event."""

@@ -172,8 +172,9 @@ class StoreDirectory(Directory):
             ) from answer
         if isinstance(answer, Exception):
             raise answer
-        self.give(rank, read_identity(answer, rank))
-        return self._found[rank]
+        found = read_identity(answer, rank)
+        self.give(rank, found)
+        return found  # another call may have forgotten it by now
 
 
 class MessageDirectory(Directory):
@@ -187,7 +188,9 @@ class MessageDirectory(Directory):
         super().__init__()
         self._group = weakref.ref(group)
         self._mine = b""
-        self._met: dict[int, list[Exception]] = {}  # faults of the messages from these ranks
+        # Why nothing came from these ranks. As text: an error leads to the directory, which then
+        # outlives its group.
+        self._met: dict[int, list[str]] = {}
 
     def publish(self, identity: Identity) -> None:
         self._mine = identity.encode().ljust(_MESSAGE_BYTES, b"\0")
@@ -201,12 +204,13 @@ class MessageDirectory(Directory):
         theirs = torch.zeros(_MESSAGE_BYTES, dtype=torch.uint8, device="cpu")
 
         def report(fault: Exception | None) -> None:
+            if fault is not None:
+                faults.append(str(fault))
+                return
             try:
-                if fault is not None:
-                    raise fault
                 self.give(rank, read_identity(bytes(theirs.tolist()).rstrip(b"\0"), rank))
-            except Exception as found:
-                faults.append(found)
+            except RemoteProtocolError as found:
+                faults.append(str(found))
 
         # If it does not arrive, the receiver finds out for itself.
         watch(group, group.send([ours], rank, _TAG), ours, lambda fault: None)
@@ -217,7 +221,7 @@ class MessageDirectory(Directory):
         faults = self._met[rank]
         _wait_until(lambda: bool(faults) or self.knows(rank), rank, deadline)
         for fault in faults:
-            raise PeerLostError(f"rank {rank} cannot be reached over the group: {fault}") from fault
+            raise PeerLostError(f"rank {rank} cannot be reached over the group: {fault}")
         return self._found[rank]
 
 

@@ -97,7 +97,8 @@ class Sending:
             with self._watch("join"):
                 # A receiver that waits gets its offer first, and looks at it meanwhile.
                 self._take(0.0)
-                self._outgoing.get_ready()
+                if self._options.route is None or BY_NAME[self._options.route].in_offer:
+                    self._outgoing.get_ready()
                 while self._machine.joining:
                     self._step()
             with self._watch("data"):
@@ -202,7 +203,13 @@ class Sending:
         if isinstance(event, ReceiverJoined):
             if self._peers[event.rank].stage is Stage.EXPECTED:
                 self._peers[event.rank].connection = event.connection
-            if not self._machine.joined(event.rank, event.message, event.several, now):
+            if self._machine.joined(event.rank, event.message, event.several, now):
+                return
+            # It has come too late. One that no other open send fits goes now, the rest wait.
+            if reason := self._machine.wrong_step(event.message):
+                event.connection.send(m.Abort(reason, kind="step"))
+                event.connection.close()
+            else:
                 self._node.put_back(event)
         elif isinstance(event, (MessageHeard, ConnectionLost)):
             peer = self._peers[event.connection.rank]

@@ -111,14 +111,19 @@ class SenderMachine:
         if not self.joining or peer.stage is not Stage.EXPECTED:
             return False
         peer.stage, peer.join, peer.joined_at, peer.pinged_at = Stage.OFFERED, join, now, now
-        if join.step in (None, self.options.step):
+        if not (reason := self.wrong_step(join)):
             self._attempt(peer, self.effects.offer, several)
         else:
-            reason = f"step {self.options.step} is offered, step {join.step} was asked for"
             peer.refuse(m.Refuse("step", reason))
             self.effects.send(peer, m.Abort(reason, kind="step"))
             self.effects.drop(peer)
         return True
+
+    def wrong_step(self, join: m.Join) -> str:
+        """Why a receiver cannot have this step; empty if it can."""
+        if join.step in (None, self.options.step):
+            return ""
+        return f"step {self.options.step} is offered, step {join.step} was asked for"
 
     def end_join(self, now: float) -> None:
         """No one else is waited for: those who wait for the others begin."""

@@ -48,6 +48,8 @@ class CudaService(MemoryService):
         return super().offer(outgoing)
 
     def table(self, outgoing: Outgoing) -> MemoryTable:
+        if not len(outgoing.device.starts):  # a receiver's reads may be of host memory alone
+            return super().table(outgoing)
         try:
             exported = outgoing.exported
         except CudaError as fault:

@@ -73,10 +73,10 @@ class Outgoing:
         return self.member.resources.of(Exports).of(self.device)
 
     def get_ready(self) -> None:
-        """Make the tables that receivers of this machine need, before one asks."""
-        self.host, self.apart  # noqa: B018
-        with suppress(CudaError):  # each receiver gets the reason with its offer
-            self.exported  # noqa: B018
+        """Make the tables that receivers of this machine need, before one asks. What cannot be made
+        is found again for each of them."""
+        with suppress(Exception):
+            self.host, self.apart, self.exported  # noqa: B018
 
     @property
     def strays(self) -> tuple[int, ...]:
