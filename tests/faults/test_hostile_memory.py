@@ -21,7 +21,7 @@ import torch.distributed as dist
 
 import torchrelay as tr
 from tests.support.faults import CHUNK, Outcome, attempt, received, same, weights
-from tests.support.messages import altering
+from tests.support.messages import altering, read_as
 from tests.support.ways import patched
 from torchrelay.geometry.runs import Runs
 from torchrelay.transports.routes.host import place
@@ -31,7 +31,7 @@ from torchrelay.transports.routes.outgoing import Outgoing
 from torchrelay.transports.routes.route import Unavailable
 from torchrelay.transports.routes.tcp import TcpGo
 from torchrelay.transports.streams.sockets import DataSocket
-from torchrelay.transports.wire.messages import NONCE_BYTES, Digests, Go, Join, read_as, write
+from torchrelay.transports.wire.messages import NONCE_BYTES, Digests, Go, Join, write
 
 OLD, NEW = 100, 1
 TIMEOUT = 20.0

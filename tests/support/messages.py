@@ -22,6 +22,13 @@ from torchrelay.transports.routes.tcp import TcpAnswer, TcpGo
 from torchrelay.transports.wire import messages
 
 KINDS: tuple[Any, ...] = messages.MESSAGES
+
+
+def read_as(kind: Any, data: bytes) -> Any:
+    """A message of one kind, as a peer reads it."""
+    return messages.reader(kind)(data)
+
+
 ROUTE_KINDS: tuple[Any, ...] = (
     *(MemoryFacts, MemoryTable, Ring, Fill),
     *(Export, GroupFacts, NixlTable, TcpAnswer, TcpGo),

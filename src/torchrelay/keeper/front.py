@@ -46,6 +46,10 @@ class _Together(msgspec.Struct, array_like=True):
     token: str
 
 
+_present = msgspec.msgpack.Decoder(_Present)
+_together = msgspec.msgpack.Decoder(_Together)
+
+
 class Keeper:
     """A process that holds the newest staged steps of the workers when they are gone. Restarted
     workers recover from it, whatever their number.
@@ -119,7 +123,7 @@ class Keeper:
         here = _Present(self.url, joined.token, given, machine(), joined.members)
 
         def decide(said: list[bytes]) -> list[bytes]:
-            ranks = [msgspec.msgpack.decode(data, type=_Present) for data in said]
+            ranks = [_present.decode(data) for data in said]
             if place.is_loopback and len({rank.machine for rank in ranks}) > 1:
                 raise UsageError(
                     f"keepers on several machines do not reach each other at {place.host}: give "
@@ -136,7 +140,7 @@ class Keeper:
             return [msgspec.msgpack.encode(_Together(urls, list(known), token))] * len(said)
 
         answer = call.round("join", lambda: msgspec.msgpack.encode(here), decide, deadline)
-        found = msgspec.msgpack.decode(answer, type=_Together)
+        found = _together.decode(answer)
         self._server.agree(found.token, found.known)
 
         def meet() -> None:

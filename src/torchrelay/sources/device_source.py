@@ -14,6 +14,7 @@ from contextlib import ExitStack, suppress
 from dataclasses import replace
 from typing import NamedTuple
 
+import msgspec
 import torch
 
 from torchrelay.deadlines import Deadline
@@ -42,6 +43,7 @@ from torchrelay.transports.routes.cuda.handles import (
 )
 
 NAME = "cuda_ipc"  # in reports
+_lease = msgspec.msgpack.Decoder(DeviceLease)
 _MARGIN = 0.1  # seconds that an answer may take on its way
 
 
@@ -59,7 +61,7 @@ class LentDevice:
 
     def __init__(self, facts: LocalFacts, request: DeviceLeaseRequest, seconds: float) -> None:
         with ExitStack() as resources:
-            self._line, self.lease = borrow(facts, request, DeviceLease, resources, seconds)
+            self._line, self.lease = borrow(facts, request, _lease, resources, seconds)
             export = self.lease.export
             if export is None:
                 raise OSError("the server lends no memory of a GPU")

@@ -79,6 +79,11 @@ class PlaceFacts(msgspec.Struct):
 Holders = list[tuple[Host, StepFacts]]
 
 
+_step_list = msgspec.json.Decoder(_StepList)
+_places = msgspec.json.Decoder(PlaceFacts)
+_local = msgspec.json.Decoder(LocalFacts)
+
+
 class _DamagedRecordError(EndpointError):
     """A record with wrong bytes, which may have been changed on their way."""
 
@@ -186,7 +191,7 @@ class EndpointSource:
         # A server that waits for a step answers late; else one that is silent leaves others time.
         seconds = _share(deadline, alone=bool(query) or len(hosts) == 1)
         seconds = min((KEEPER_SECONDS if self.job else ASK_SECONDS) + wait, seconds)
-        get = partial(_get, _StepList, f"/steps.json{query}", seconds)
+        get = partial(_get, _step_list, f"/steps.json{query}", seconds)
         answers = Crew(_AT_ONCE).each(partial(self._asked, get), hosts)
         self._listed = {}
         for host, answer in zip(hosts, answers, strict=True):
@@ -299,7 +304,7 @@ class EndpointSource:
                 add(name, host.url, host)
         for host, _ in () if all(volumes.values()) or self.job else able:
             seconds = min(ASK_SECONDS, _share(deadline, alone=host is able[-1][0]))
-            get = partial(_get, PlaceFacts, f"/places.json?snapshot={snapshot}", seconds)
+            get = partial(_get, _places, f"/places.json?snapshot={snapshot}", seconds)
             found = self._asked(get, host)
             for name, urls in () if found is None else found.volumes.items():
                 for url in urls[:MAX_URLS]:
@@ -428,7 +433,7 @@ def checked_record(url: str, data: bytes, step: int, snapshot: str) -> Record:
 
 def local_facts(host: Host) -> LocalFacts:
     """Where a server lends memory; raises `OSError` or `EndpointError` if it does not say."""
-    return _get(LocalFacts, "/local.json", KEEPER_SECONDS, host)
+    return _get(_local, "/local.json", KEEPER_SECONDS, host)
 
 
 def _share(deadline: Deadline, *, alone: bool) -> float:
@@ -451,11 +456,11 @@ def _check(host: Host, answer: Reply) -> None:
         raise EndpointError(f"{host.url} answered {answer.status}: {answer.text}")
 
 
-def _get(kind: type[Result], path: str, seconds: float, host: Host) -> Result:
+def _get(body: msgspec.json.Decoder[Result], path: str, seconds: float, host: Host) -> Result:
     answer = host.get(path, seconds=seconds)
     _check(host, answer)
     try:
-        return msgspec.json.decode(answer.body, type=kind)
+        return body.decode(answer.body)
     except (msgspec.MsgspecError, ValueError, RecursionError) as fault:
         text = f"{host.url} answers in another way than an endpoint: {fault}"
         raise EndpointError(text) from None

@@ -101,10 +101,13 @@ class LocalFacts(msgspec.Struct):
     socket: str
 
 
+_lease = msgspec.msgpack.Decoder(MemoryLease)
+
+
 def borrow(
     facts: LocalFacts,
     request: LeaseRequest | DeviceLeaseRequest,
-    kind: type[Lease],
+    answer: msgspec.msgpack.Decoder[Lease],
     resources: ExitStack,
     seconds: float = ASK_SECONDS,
 ) -> tuple[socket.socket, Lease]:
@@ -120,7 +123,7 @@ def borrow(
     with suppress(BrokenPipeError):  # it may refuse, and say why, before it is asked
         send_frame(line, msgspec.msgpack.encode(request))
     try:
-        lease = msgspec.msgpack.decode(receive_frame(line, LEASE_BYTES), type=kind)
+        lease = answer.decode(receive_frame(line, LEASE_BYTES))
     except (EOFError, msgspec.MsgspecError) as fault:
         raise OSError(f"the server's Unix socket answers otherwise: {fault}") from None
     if lease.why:
@@ -133,7 +136,7 @@ class LentMemory:
 
     def __init__(self, facts: LocalFacts, snapshot: str, reader: str) -> None:
         with ExitStack() as resources:
-            line, lease = borrow(facts, LeaseRequest(snapshot, reader), MemoryLease, resources)
+            line, lease = borrow(facts, LeaseRequest(snapshot, reader), _lease, resources)
             _, fds, _, _ = socket.recv_fds(line, 1, MAX_SLOTS)
             for fd in fds:
                 resources.callback(os.close, fd)

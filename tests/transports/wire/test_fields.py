@@ -19,6 +19,7 @@ from tests.support.messages import (
     fields_of,
     forged,
     frame,
+    read_as,
     send_bytes,
     wrong_values,
 )
@@ -69,14 +70,14 @@ def test_what_a_field_may_not_be_is_refused(field: Field) -> None:
 def test_what_a_route_may_not_say_is_refused(field: Field) -> None:
     for value in wrong(field):
         with pytest.raises(RemoteProtocolError, match="unreadable message"):
-            messages.read_as(field.kind, forged(field, value))
+            read_as(field.kind, forged(field, value))
 
 
 @pytest.mark.parametrize("kind", (*ROUTE_KINDS, *OTHER_KINDS), ids=lambda kind: kind.__name__)
 def test_what_a_route_may_say_is_read(kind: type) -> None:
     for field in fields_of(kind):
         for value in edges(field):
-            assert messages.read_as(kind, forged(field, value)) is not None
+            assert read_as(kind, forged(field, value)) is not None
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)

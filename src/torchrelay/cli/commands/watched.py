@@ -39,6 +39,9 @@ class EndpointStatus(msgspec.Struct):
     failures: int
 
 
+_status = msgspec.json.Decoder(EndpointStatus)
+
+
 class WatchedPlaces:
     """Implements `WatchedSteps` on places with checkpoints and at most one endpoint. Where several
     have a step, the first of them counts."""
@@ -107,7 +110,7 @@ class WatchedPlaces:
             answer = host.get("/status.json", seconds=ASK_SECONDS, limit=STATUS_BYTES)
             if answer.status != 200:
                 raise EndpointError(f"{host.url} answered {answer.status}: {answer.text}")
-            told = msgspec.json.decode(answer.body, type=EndpointStatus)
+            told = _status.decode(answer.body)
         except (OSError, msgspec.MsgspecError) as fault:
             raise EndpointError(f"{host.url} does not answer as an endpoint: {fault}") from fault
         finally:

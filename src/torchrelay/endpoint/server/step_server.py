@@ -71,6 +71,10 @@ class Ending(msgspec.Struct):
     bytes: Annotated[int, msgspec.Meta(ge=0, le=1 << 62)] = 0
 
 
+_ending = msgspec.json.Decoder(Ending)
+_announcement = msgspec.json.Decoder(SeedAnnouncement)
+
+
 class StepServer:
     """Listens until `close`. `lends`: whether processes of this host may map its memory."""
 
@@ -200,7 +204,7 @@ class StepServer:
 
     def _seeds(self, request: Request, connection: HttpConnection) -> Response:
         """A puller says where it serves what it has, and learns of the others."""
-        said = _body(request, SeedAnnouncement, '{"url": "http://HOST:PORT", "snapshot": "ID"}')
+        said = _body(request, _announcement, '{"url": "http://HOST:PORT", "snapshot": "ID"}')
         try:
             place = ServerUrl.parse(said.url)
         except UsageError as fault:
@@ -215,7 +219,7 @@ class StepServer:
         )
 
     def _reader_ends(self, request: Request, connection: HttpConnection) -> Response:
-        said = _body(request, Ending, '{"outcome": "done"} or "failed", with "reason"')
+        said = _body(request, _ending, '{"outcome": "done"} or "failed", with "reason"')
         reader, transfers = request.path.removeprefix("/readers/"), self.service.transfers
         for transfer in [one for one in transfers.active.values() if one.reader == reader]:
             if transfer.kind == "mapped":
@@ -366,11 +370,11 @@ class StepServer:
         return PageAnswers(ServedWatch(self.service))
 
 
-def _body(request: Request, kind: type[Said], form: str) -> Said:
+def _body(request: Request, said: msgspec.json.Decoder[Said], form: str) -> Said:
     """The body of a request; `Refusal` where it is something else."""
     try:
         if not request.headers.get("content-type", "").startswith("application/json"):
             raise ValueError
-        return msgspec.json.decode(request.body, type=kind)
+        return said.decode(request.body)
     except (msgspec.MsgspecError, ValueError):
         raise Refusal(400, f"this takes application/json: {form}") from None

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from itertools import count
+from heapq import heappush, heapreplace
 from math import prod
 from operator import mul
 from typing import NamedTuple, Protocol
@@ -127,19 +127,29 @@ def _waves_of(direct: DirectReads) -> list[Wave]:
     for file in np.unique(direct.files).tolist():
         rows = np.flatnonzero(direct.files == file)
         rows = rows[np.argsort(direct.starts[rows], kind="stable")]
-        for number in count():
-            starts = direct.starts[rows]
-            ends = np.maximum.accumulate(starts + direct.nbytes[rows])
-            late = np.append(False, starts[1:] < ends[:-1])
-            now, rows = rows[~late], rows[late]
+        starts, nbytes = direct.starts[rows], direct.nbytes[rows]
+        numbers = _apart(starts, starts + nbytes)
+        for number in range(int(numbers.max()) + 1):
             if number == len(planned):
                 planned.append(Wave())
-            wave, columns = planned[number], (direct.starts, direct.addresses, direct.nbytes)
-            wave.runs[file] = Runs(*(column[now].astype(np.uint64) for column in columns))
+            now, wave = rows[numbers == number], planned[number]
+            columns = (direct.starts[now], direct.addresses[now], direct.nbytes[now])
+            wave.runs[file] = Runs(*(column.astype(np.uint64) for column in columns))
             wave.ends[file] = int(wave.runs[file].stops[-1])
-            if not len(rows):
-                break
     return planned
+
+
+def _apart(starts: Numbers, ends: Numbers) -> Numbers:
+    """Numbers for stretches in the order of their starts: those of one number do not overlap, and
+    the numbers are as few as can be."""
+    found: Numbers = np.zeros(len(starts), np.int64)
+    if (starts[1:] < ends[:-1]).any():  # seldom: a record may say so, no save writes it
+        free: list[tuple[int, int]] = []  # by number, the last end
+        for row, (start, end) in enumerate(zip(starts.tolist(), ends.tolist(), strict=True)):
+            number = free[0][1] if free and free[0][0] <= start else len(free)
+            (heapreplace if number < len(free) else heappush)(free, (end, number))
+            found[row] = number
+    return found
 
 
 def _wave_for(planned: list[Wave], file: int, start: int, region: Region, buffer: int = 0) -> Wave:

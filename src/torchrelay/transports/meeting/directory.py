@@ -49,12 +49,16 @@ class Identity(msgspec.Struct, array_like=True, frozen=True):
         return urlsafe_b64encode(self.encode()).decode()
 
 
+_fields = msgspec.msgpack.Decoder(list[Any])
+_identity = msgspec.msgpack.Decoder(Identity)
+
+
 def read_identity(data: bytes, rank: int) -> Identity:
     """`RemoteProtocolError` for bytes that no process of this version published."""
     try:
-        version = msgspec.msgpack.decode(data, type=list)[0]
+        version = _fields.decode(data)[0]
         if version == handshake.VERSION:
-            return msgspec.msgpack.decode(data, type=Identity)
+            return _identity.decode(data)
     except (msgspec.MsgspecError, ValueError, LookupError, RecursionError) as fault:
         raise RemoteProtocolError(f"an unreadable identity: {fault}", rank=rank) from None
     raise RemoteProtocolError(

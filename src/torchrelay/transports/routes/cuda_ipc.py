@@ -18,12 +18,12 @@ from torchrelay.transports.routes import route as r
 from torchrelay.transports.routes.cuda.handles import Exported, Openings, Sources
 from torchrelay.transports.routes.host import place
 from torchrelay.transports.routes.memory import (
-    MemoryFacts,
     MemoryFetch,
     MemoryService,
     MemoryTable,
     Reachable,
     reach,
+    read_facts,
 )
 from torchrelay.transports.routes.outgoing import Outgoing
 from torchrelay.transports.wire import messages as m
@@ -129,7 +129,7 @@ class CudaFetch(MemoryFetch):
 
 
 def _fetch(facts: bytes, incoming: r.Incoming) -> CudaFetch | r.Unavailable:
-    found = reach(m.read_as(MemoryFacts, facts), incoming)
+    found = reach(read_facts(facts), incoming)
     if isinstance(found, r.Unavailable):
         return found
     if not incoming.landing.on_device:

@@ -47,6 +47,9 @@ def carriers(group: Any) -> list[str]:
     return [kind for kind, name in backends.items() if kind != "cpu" and name != "gloo"]
 
 
+_read_facts = m.reader(GroupFacts)
+
+
 class _Use:
     """How this process uses the backends of a group."""
 
@@ -183,7 +186,7 @@ class GroupFetch(ReadingFetch):
 
 
 def _fetch(facts: bytes, incoming: r.Incoming) -> GroupFetch | r.Unavailable:
-    device = m.read_as(GroupFacts, facts).device
+    device = _read_facts(facts).device
     use = _use_of(incoming.member.group)
     if device not in use.carriers:
         return r.Unavailable(f"no backend of the group moves memory of {device} here")

@@ -73,6 +73,10 @@ class MemoryFacts(msgspec.Struct, array_like=True, frozen=True):
         return Process(self.place.pid, self.fd, self.beacon)
 
 
+read_facts, _read_table = m.reader(MemoryFacts), m.reader(MemoryTable)
+_read_fill = m.reader(Fill)
+
+
 class MemoryService(r.RouteService):
     """Says where the bytes lie, and keeps them there. A receiver that takes all of the state needs
     no more than the offer."""
@@ -114,7 +118,7 @@ class MemoryService(r.RouteService):
     def hear(self, data: bytes) -> None:
         if self.outgoing is None:
             raise r.RouteFault("said something before the data began")
-        wanted = m.read_as(Fill, data)
+        wanted = _read_fill(data)
         if self._ring is None:
             rings, report = self._receiver.member.resources.of(SharedRings), self._receiver.report
             try:
@@ -192,7 +196,7 @@ class MemoryFetch(ReadingFetch):
 
     def run(self, go: bytes) -> None:
         if not self._incoming.whole:
-            self._plan(m.read_as(MemoryTable, go))
+            self._plan(_read_table(go))
         super().run(go)
 
     def _plan(self, table: MemoryTable) -> None:
@@ -341,7 +345,7 @@ class MemoryFetch(ReadingFetch):
 
 
 def _fetch(facts: bytes, incoming: r.Incoming) -> MemoryFetch | r.Unavailable:
-    found = reach(m.read_as(MemoryFacts, facts), incoming)
+    found = reach(read_facts(facts), incoming)
     return found if isinstance(found, r.Unavailable) else MemoryFetch(incoming, found)
 
 

@@ -140,6 +140,9 @@ class NixlTable(msgspec.Struct, array_like=True, frozen=True):
     memory: m.Blob = b""  # `geometry.runs.Runs.pack`
 
 
+_read_table = m.reader(NixlTable)
+
+
 class NixlService(r.RouteService):
     """Registers the memory of a state, and says where it is."""
 
@@ -219,7 +222,7 @@ class NixlFetch(ReadingFetch):
         self._idle: list[tuple[torch.Tensor, Any]] = []  # buffers that are registered
 
     def run(self, go: bytes) -> None:
-        table = m.read_as(NixlTable, go)
+        table = _read_table(go)
         try:
             self._sources = Runs.unpack(table.memory, self._chunks.stream_bytes)
             self._peer = self._agent.meet(table.agent) if len(self._sources.starts) else ""

@@ -62,6 +62,9 @@ class TcpGo(msgspec.Struct, array_like=True, frozen=True):
     downstream: tuple[m.Id, m.Key] | None = None  # admits the receiver that is fed from here
 
 
+_read_answer, _read_go = m.reader(TcpAnswer), m.reader(TcpGo)
+
+
 class TcpService(r.RouteService):
     """Feeds a receiver; or only what it asks for, if another receiver feeds it."""
 
@@ -73,7 +76,7 @@ class TcpService(r.RouteService):
 
     def begin(self, outgoing: Outgoing, accept: m.Accept, link: r.Link) -> bytes:
         chunks = outgoing.snapshot.chunks
-        wanted = m.read_as(TcpAnswer, accept.answer).connections
+        wanted = _read_answer(accept.answer).connections
         worth = -(-chunks.stream_bytes // CONNECTION_BYTES)
         count = max(1, min(wanted, self._receiver.connections, worth, MAX_CONNECTIONS))
         self.close()  # of an earlier acceptance
@@ -151,7 +154,7 @@ class TcpFetch(r.RouteFetch):
     # The phase
 
     def run(self, go: bytes) -> None:
-        self._go = m.read_as(TcpGo, go)
+        self._go = _read_go(go)
         chain = self._go.downstream is not None
         self._chunks = ChunkReceiver(
             self._incoming.landing,

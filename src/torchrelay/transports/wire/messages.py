@@ -11,7 +11,8 @@ the values that it may have.
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from itertools import pairwise
 from typing import Annotated, Any, ClassVar, TypeVar
 
@@ -241,13 +242,17 @@ def read_by(decoder: msgspec.msgpack.Decoder[T], body: bytes | memoryview) -> T:
         raise RemoteProtocolError(f"unreadable message: {fault}") from None
 
 
-def read_as(kind: type[T], data: bytes) -> T:
-    """The same, of one kind."""
-    return read_by(msgspec.msgpack.Decoder(kind), data)
+def reader(kind: type[T]) -> Callable[[bytes], T]:
+    """A function that reads messages of one kind, to be made when a module is loaded.
+
+    msgspec looks a type up when it is first used, without a lock: two threads that do so at once
+    end the process. So this library makes all decoders of its own types where they are defined.
+    """
+    return partial(read_by, msgspec.msgpack.Decoder(kind))
 
 
 def write(record: msgspec.Struct) -> bytes:
-    """The bytes that `read_as` reads."""
+    """The bytes that a `reader` reads."""
     return _encode(record)
 
 

@@ -131,6 +131,9 @@ class WeightMapping:
             raise UsageError(f"not a mapping of weights: {fault}") from fault
 
 
+msgspec.json.Decoder(WeightMapping)  # looks its fields up, which threads must not do at once
+
+
 def _check_counts(one: SourcePart | ParameterRule, **least: int) -> None:
     """Raise `UsageError` for a field that is a number below its least one."""
     for name, lowest in least.items():
