@@ -25,7 +25,7 @@ from torchrelay.stores.seam import DataFiles, Sink
 if TYPE_CHECKING:
     from torchrelay.geometry.runs import Runs  # numpy, which the writer process does not load
 
-PIECE = 512 << 10  # bytes of live memory that are copied, hashed and written at once, in the cache
+PIECE = 1 << 20  # bytes of live memory that are copied, hashed and written at once, in the cache
 TASK_BYTES = 4 << 20  # that a thread takes at once
 FINISHERS = 32  # files that are made durable at once
 WORKERS = max(2, min(8, (os.cpu_count() or 2) // 2))
