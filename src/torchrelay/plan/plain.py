@@ -56,7 +56,7 @@ class PlainTensors:
     kind_of: Numbers  # each tensor's kind, by number
     addresses: Column
     offsets: Column  # in their storages, in elements; none if they were not asked for
-    versions: Numbers  # how often each was written to, as autograd counts; the same
+    versions: list[int]  # how often each was written to, as autograd counts; the same
 
     def __len__(self) -> int:
         return len(self.addresses)
@@ -101,7 +101,7 @@ class PlainTensors:
         columns = (self.leaves[keep], self.kinds, self.kind_of[keep], self.addresses[keep])
         if not len(self.offsets):
             return PlainTensors(self.count, *columns, self.offsets, self.versions)
-        return PlainTensors(self.count, *columns, self.offsets[keep], self.versions[keep])
+        return PlainTensors(self.count, *columns, self.offsets[keep], [*compress(self.versions, keep)])
 
 
 def find_plain(leaves: Sequence[object], *, sent: bool = True) -> PlainTensors:
@@ -147,7 +147,7 @@ def find_plain(leaves: Sequence[object], *, sent: bool = True) -> PlainTensors:
         kind_of[kind_of >= 0],
         np.array(addresses, np.uint64),
         np.concatenate(starts),
-        np.array(versions, np.int64),
+        versions,
     )
 
 

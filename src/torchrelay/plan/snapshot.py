@@ -80,7 +80,7 @@ class Snapshot(Sendable):
         self.step, self.devices = self.record.step, self.record.used_devices
         self._found, self._place = found, place
         self._plain = found.plain.of(found.locals)
-        self._versions = found.plain.versions.tolist(), self._other_versions()
+        self._versions = found.plain.versions, self._other_versions()
         self.stream = self._memory()
 
     def encoded(self) -> bytes:
