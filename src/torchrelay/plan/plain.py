@@ -101,7 +101,9 @@ class PlainTensors:
         columns = (self.leaves[keep], self.kinds, self.kind_of[keep], self.addresses[keep])
         if not len(self.offsets):
             return PlainTensors(self.count, *columns, self.offsets, self.versions)
-        return PlainTensors(self.count, *columns, self.offsets[keep], [*compress(self.versions, keep)])
+        return PlainTensors(
+            self.count, *columns, self.offsets[keep], [*compress(self.versions, keep)]
+        )
 
 
 def find_plain(leaves: Sequence[object], *, sent: bool = True) -> PlainTensors:
