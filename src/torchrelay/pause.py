@@ -8,17 +8,44 @@ job cost more than all the rest.
 from __future__ import annotations
 
 import gc
+import os
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+
+_lock = threading.RLock()
+_inside = 0  # pauses that have begun and not ended, of all threads
+_was = True  # before the first of them
 
 
 @contextmanager
 def gc_paused() -> Iterator[None]:
-    """No automatic collections inside; what was set before holds again after. May be nested."""
-    was = gc.isenabled()
-    gc.disable()
+    """No automatic collections inside; what was set before holds again after. May be nested, and
+    threads may be in it at once: the last one out has them begin again."""
+    global _inside, _was
+    begun = False
     try:
+        with _lock:
+            if not _inside:
+                _was = gc.isenabled()
+                gc.disable()
+            _inside, begun = _inside + 1, True
         yield
     finally:
-        if was:
-            gc.enable()
+        if begun:
+            with _lock:
+                _inside = max(0, _inside - 1)
+                if not _inside and _was:
+                    gc.enable()
+
+
+def _forget_in_child() -> None:
+    """A forked child has none of the other threads, which would end their pauses."""
+    global _lock, _inside
+    _lock = threading.RLock()
+    if _inside and _was:
+        gc.enable()
+    _inside = 0
+
+
+os.register_at_fork(after_in_child=_forget_in_child)

@@ -59,3 +59,11 @@ def test_the_writer_process_writes_what_lies_across_parts(
         checkpointer.save_async(1, state).result()
         assert len(made[0].fds) > 1
         assert torch.equal(checkpointer.load().state["w"], state["w"])
+
+
+def test_an_arena_has_no_more_files_than_go_with_a_message(monkeypatch: pytest.MonkeyPatch) -> None:
+    """There are machines with more cores than the kernel passes on descriptors."""
+    monkeypatch.setattr(arena, "LEAST_PART", 1 << 21)
+    made = arena.Arena(400 << 21, parts=384, populate=False)
+    assert len(made.fds) <= 200 and made.each * len(made.fds) >= made.nbytes
+    made.close()

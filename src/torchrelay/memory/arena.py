@@ -19,6 +19,7 @@ from torchrelay.memory.crew import share_out
 from torchrelay.memory.pages import HUGE_PAGE, allocate, reserve, sealed_memory, side_by_side
 
 LEAST_PART = 64 << 20  # bytes of a memfd, if there are several
+MOST_PARTS = 128  # the kernel passes on 253 descriptors at a time
 
 
 class Arena:
@@ -35,7 +36,7 @@ class Arena:
         self.pinned = False
         self._map: mmap.mmap | None = None
         self.fds: list[int] = []
-        parts = max(1, min(parts, nbytes // LEAST_PART))
+        parts = max(1, min(parts, nbytes // LEAST_PART, MOST_PARTS))
         self.each = -(-nbytes // parts // HUGE_PAGE) * HUGE_PAGE if parts > 1 else nbytes
         try:
             for at in range(0, nbytes, self.each):

@@ -30,7 +30,15 @@ from torchrelay.record.kinds import KindTable
 from torchrelay.record.schema import ImageKind, LeafKind
 from torchrelay.state.leaves import describe
 from torchrelay.state.paths import LeafPaths, Path, naming
-from torchrelay.state.tensors import CARRIERS, NAMES, OPAQUE, byte_offset, flags_of, flat_bytes
+from torchrelay.state.tensors import (
+    CARRIERS,
+    NAMES,
+    OPAQUE,
+    byte_offset,
+    flags_of,
+    flat_bytes,
+    has_memory,
+)
 
 _STORED = {
     NAMES[dtype]: NAMES[CARRIERS[dtype.itemsize]]
@@ -153,6 +161,8 @@ class OddLeaves:
         else:
             if tensor.is_contiguous():
                 strides = contiguous_strides(shape)  # torch lets those of size-1 dimensions be any
+            if not has_memory(tensor):
+                raise UnsupportedLeafError("its memory has been freed: its storage is too small")
             low = tensor.data_ptr()
             origin = low - byte_offset(tensor)
         key = (device.type, -1 - ticket if apart else device.index or 0, origin)

@@ -23,9 +23,10 @@ from torchrelay.geometry.boxes import Numbers
 from torchrelay.geometry.runs import Column
 from torchrelay.record import manifest as m
 from torchrelay.record.rows import Marks
-from torchrelay.state.tensors import NAMES, Like, blocks, versions_of
+from torchrelay.state.tensors import NAMES, Like, blocks, has_memory, versions_of
 
 _Tensor = torch.Tensor
+_LOWEST = 1 << 36  # addresses below may be offsets in storages that were freed
 _TYPES = frozenset((torch.Tensor, torch.nn.Parameter))
 _data_ptr = _Tensor.data_ptr
 _storage_offset: Any = _Tensor.storage_offset
@@ -128,7 +129,9 @@ def find_plain(leaves: Sequence[object], *, sent: bool = True) -> PlainTensors:
         kept: Sequence[Any] = some
         try:
             where = list(map(_data_ptr, some))
-            found = None if 0 in where else kinds.of_block(some)
+            low = min(where)
+            freed = low < _LOWEST and not all(map(has_memory, some))
+            found = None if not low or freed else kinds.of_block(some)
         except RuntimeError:  # there is a tensor that does not show its memory
             found = None
         if found is None:
@@ -194,6 +197,8 @@ class _KindNumbers:
         """The kind of any tensor, by number; -1 if it is not plain."""
         try:
             if not tensor.data_ptr() or not isinstance(tensor.size(), tuple):
+                return -1
+            if not has_memory(tensor):
                 return -1
         except RuntimeError:
             return -1

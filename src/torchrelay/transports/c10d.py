@@ -9,6 +9,7 @@ breaks.
 from __future__ import annotations
 
 import atexit
+import os
 import threading
 import weakref
 from collections.abc import Callable, Iterator
@@ -48,6 +49,17 @@ def wait_for(work: Work, tensor: torch.Tensor) -> None:
 _changed = threading.Condition()
 _inside: set[int] = set()  # threads
 _groups: weakref.WeakSet[Any] = weakref.WeakSet()
+
+
+def _forget_in_child() -> None:
+    """A forked child has none of these threads, and its parent's connections are not its own."""
+    global _changed
+    _changed = threading.Condition()
+    _inside.clear()
+    _groups.clear()
+
+
+os.register_at_fork(after_in_child=_forget_in_child)
 
 
 @contextmanager

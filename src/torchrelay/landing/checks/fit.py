@@ -61,7 +61,10 @@ def fit(leaf: m.Leaf, into: object, path: Path) -> Iterator[Fit | ArrayFit]:
             if isinstance(into, (torch.Tensor, np.ndarray)):
                 _differ("kind", "a plain value", _kind(into))
         elif isinstance(into, torch.Tensor):
-            yield from _fit_tensor(leaf, into)
+            for pair in _fit_tensor(leaf, into):
+                if not t.has_memory(pair.destination):
+                    raise MismatchError("the destination's memory has been freed")
+                yield pair
         else:
             _differ("kind", "a tensor", _kind(into))
 

@@ -36,6 +36,7 @@ from torchrelay.record.schema import Record
 from torchrelay.state import tensors as t
 from torchrelay.state.leaves import build
 from torchrelay.state.matching import Pair
+from torchrelay.state.paths import LeafPaths
 from torchrelay.state.tree import grafted, inside_records, show, unflatten
 
 TORN = "the destination is part old, part new; load again, or receive into it again"
@@ -229,6 +230,7 @@ class StateLanding(Landing):
 
         def write() -> None:
             try:
+                self._check_in_place()
                 with watch("land"):
                     bring()
                 with watch("commit"):
@@ -254,6 +256,21 @@ class StateLanding(Landing):
                 ) from fault
             raise
         return landed[0]
+
+    def _check_in_place(self) -> None:
+        """Raise `MismatchError` if an object that was given its state has replaced memory that is
+        written to by address: it may have been freed."""
+        if not self._pairing.branches:
+            return
+        table, tensors = self._fitting.table, self._fitting.tensors
+        for leaf, address in zip(table.leaf.tolist(), table.address.tolist(), strict=True):
+            if tensors[leaf].data_ptr() != address:
+                paths = LeafPaths(self._into.flat.tree)
+                raise MismatchError(
+                    "load_state_dict of an object gave this tensor other memory: leave one of the "
+                    "two out of the state",
+                    path=show(paths[leaf]) if leaf in paths else None,
+                )
 
     def _held_part(self, part: m.TensorLeaf) -> torch.Tensor:
         return without_bytes(part) if part.storage < 0 else self.held.part(part)

@@ -9,6 +9,8 @@ from typing import Any
 
 import torch
 
+from torchrelay.state.tensors import has_context
+
 _mine = threading.local()
 
 
@@ -22,12 +24,21 @@ def side_stream() -> Iterator[Any]:
     if not in_use():
         yield None
         return
-    device = torch.cuda.current_device()
+    device = _device()
     streams: dict[int, Any] = _mine.__dict__.setdefault("streams", {})
     if device not in streams:
         streams[device] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-    with torch.cuda.stream(streams[device]):
+    with torch.cuda.device(device), torch.cuda.stream(streams[device]):
         yield streams[device]
+
+
+def _device() -> int:
+    """The GPU of this thread; for a new thread that is the first, which may not be this process's
+    to use: then one that is."""
+    current = torch.cuda.current_device()
+    if has_context(current):
+        return current
+    return next(filter(has_context, range(torch.cuda.device_count())), current)
 
 
 @contextmanager
@@ -43,7 +54,7 @@ def settle() -> None:
     """Wait for what the current streams of this thread were given: other streams and processes
     may use its results after this."""
     if in_use():
-        for device in range(torch.cuda.device_count()):
+        for device in filter(has_context, range(torch.cuda.device_count())):
             torch.cuda.current_stream(device).synchronize()
 
 
