@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+from typing import Any
 
 import pytest
 
@@ -203,3 +204,20 @@ def test_an_interrupt_while_work_is_shared_out_waits_for_what_has_begun(
         share_out(range(2), lambda: act, 2)
     go.set()
     assert len(done) == 1
+
+
+def test_a_second_interrupt_does_not_end_the_wait_for_those_that_still_work() -> None:
+    ended: list[str] = []
+
+    class Work:
+        def __init__(self, name: str) -> None:
+            self.name = name
+
+        def end(self) -> None:
+            ended.append(self.name)
+            if ended.count(self.name) == 1:
+                raise KeyboardInterrupt
+
+    works: list[Any] = [Work("a"), Work("b")]
+    threads.end_all(works)
+    assert ended[-2:] == ["a", "b"]

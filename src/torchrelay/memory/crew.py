@@ -47,8 +47,7 @@ def share_out(tasks: Iterable[Task], hand: Callable[[], Callable[[Task], None]],
             running.wait()
     except BaseException as fault:  # out of a signal handler
         failures.append(fault)
-        for running in others:
-            running.end()
+        threads.end_all(others)
         raise
     if failures:
         raise failures[0]

@@ -11,7 +11,7 @@ import queue
 import sys
 import threading
 from collections import defaultdict, deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 
 from torchrelay.deadlines import wait_until_set
@@ -68,6 +68,16 @@ def run(
         thread = _Thread(niceness)
     thread.jobs.put((target, f"torchrelay-{name}", running))
     return running
+
+
+def end_all(begun: Iterable[Running], hurry: Callable[[], None] = lambda: None) -> None:
+    """Return when all are over, or will never begin. Another exception does not change that."""
+    try:
+        hurry()
+        for running in begun:
+            running.end()
+    except BaseException:
+        end_all(begun, hurry)
 
 
 def get_ready(count: int) -> None:

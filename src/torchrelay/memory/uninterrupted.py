@@ -41,18 +41,8 @@ def uninterrupted(act: Callable[[], T], hurry: Callable[[], None] = lambda: None
     try:
         threads.run(run, "worker", among=begun).wait()
     except BaseException:
-        _end(begun, hurry)
+        threads.end_all(begun, hurry)
         raise
     if faults:
         raise faults.pop()
     return results.pop()
-
-
-def _end(begun: list[threads.Running], hurry: Callable[[], None]) -> None:
-    """Return when the work is over, or will never begin. Another exception does not change that."""
-    try:
-        hurry()
-        for running in begun:
-            running.end()
-    except BaseException:
-        _end(begun, hurry)
