@@ -111,7 +111,7 @@ def find_plain(leaves: Sequence[object], *, sent: bool = True) -> PlainTensors:
     """Find the plain tensors among leaves, all of them different objects.
 
     Memory that torch cannot show never passes: asked for the address of a sparse, functional or
-    functorch-wrapped tensor, or for the shape of a nested one, torch raises or says 0. Those that
+    functorch-wrapped tensor, or for the shape of a nested one, torch raises or says 0. Tensors that
     are not `sent` are not asked where in their storages they lie, nor how often they were written
     to, and `origins` is of no use.
     """
