@@ -130,7 +130,7 @@ def find_plain(leaves: Sequence[object], *, sent: bool = True) -> PlainTensors:
         try:
             where = list(map(_data_ptr, some))
             low = min(where)
-            freed = low < _LOWEST and not all(map(has_memory, some))
+            freed = low < _LOWEST and _has_freed(some, where)
             found = None if not low or freed else kinds.of_block(some)
         except RuntimeError:  # there is a tensor that does not show its memory
             found = None
@@ -154,6 +154,12 @@ def find_plain(leaves: Sequence[object], *, sent: bool = True) -> PlainTensors:
         np.concatenate(starts),
         versions,
     )
+
+
+def _has_freed(some: Sequence[Any], addresses: Sequence[int]) -> bool:
+    """Whether a storage was freed: then an address is no more than the offset there."""
+    rows = zip(some, map(_storage_offset, some), addresses, strict=True)
+    return any(at and address == at * one.element_size() for one, at, address in rows)
 
 
 class _KindNumbers:
