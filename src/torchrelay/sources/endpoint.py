@@ -456,11 +456,11 @@ def _check(host: Host, answer: Reply) -> None:
         raise EndpointError(f"{host.url} answered {answer.status}: {answer.text}")
 
 
-def _get(body: msgspec.json.Decoder[Result], path: str, seconds: float, host: Host) -> Result:
+def _get(decoder: msgspec.json.Decoder[Result], path: str, seconds: float, host: Host) -> Result:
     answer = host.get(path, seconds=seconds)
     _check(host, answer)
     try:
-        return body.decode(answer.body)
+        return decoder.decode(answer.body)
     except (msgspec.MsgspecError, ValueError, RecursionError) as fault:
         text = f"{host.url} answers in another way than an endpoint: {fault}"
         raise EndpointError(text) from None

@@ -107,7 +107,7 @@ _lease = msgspec.msgpack.Decoder(MemoryLease)
 def borrow(
     facts: LocalFacts,
     request: LeaseRequest | DeviceLeaseRequest,
-    answer: msgspec.msgpack.Decoder[Lease],
+    decoder: msgspec.msgpack.Decoder[Lease],
     resources: ExitStack,
     seconds: float = ASK_SECONDS,
 ) -> tuple[socket.socket, Lease]:
@@ -123,7 +123,7 @@ def borrow(
     with suppress(BrokenPipeError):  # it may refuse, and say why, before it is asked
         send_frame(line, msgspec.msgpack.encode(request))
     try:
-        lease = answer.decode(receive_frame(line, LEASE_BYTES))
+        lease = decoder.decode(receive_frame(line, LEASE_BYTES))
     except (EOFError, msgspec.MsgspecError) as fault:
         raise OSError(f"the server's Unix socket answers otherwise: {fault}") from None
     if lease.why:

@@ -370,11 +370,11 @@ class StepServer:
         return PageAnswers(ServedWatch(self.service))
 
 
-def _body(request: Request, said: msgspec.json.Decoder[Said], form: str) -> Said:
+def _body(request: Request, decoder: msgspec.json.Decoder[Said], form: str) -> Said:
     """The body of a request; `Refusal` where it is something else."""
     try:
         if not request.headers.get("content-type", "").startswith("application/json"):
             raise ValueError
-        return said.decode(request.body)
+        return decoder.decode(request.body)
     except (msgspec.MsgspecError, ValueError):
         raise Refusal(400, f"this takes application/json: {form}") from None

@@ -73,8 +73,8 @@ class Outgoing:
         return self.member.resources.of(Exports).of(self.device)
 
     def get_ready(self) -> None:
-        """Make the tables that receivers of this machine need, before one asks. What cannot be made
-        is found again for each of them."""
+        """Make the tables that receivers of this machine need, before one asks. A table that fails
+        here fails again for each of them, which gets the reason."""
         with suppress(Exception):
             self.host, self.apart, self.exported  # noqa: B018
 
