@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 from collections.abc import Iterator
 
 import pytest
@@ -10,6 +11,10 @@ from hypothesis import settings
 
 from tests.support.ranks import RankPool
 from tests.support.s3 import moto_server, s3  # noqa: F401
+
+# Whoever asks for GPUs while modules are imported asks the driver's management library: a process
+# that has asked CUDA itself can fork no children that use a GPU.
+os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
 
 settings.register_profile("ci", derandomize=True, deadline=None, print_blob=True)
 settings.load_profile("ci")

@@ -12,10 +12,8 @@ import torch
 
 import torchrelay as tr
 
-SECONDS = 1.2  # of CPU: about twice what they take, and less than torch alone does
-
 PROGRAM = """
-import json, resource, sys
+import json, sys
 from torchrelay.cli import main
 sys.argv = ["torchrelay", *sys.argv[1:]]
 code = 0
@@ -23,8 +21,7 @@ try:
     main()
 except SystemExit as end:
     code = end.code
-used = resource.getrusage(resource.RUSAGE_SELF)
-print(json.dumps([code, "torch" in sys.modules, used.ru_utime + used.ru_stime]), file=sys.stderr)
+print(json.dumps([code, "torch" in sys.modules]), file=sys.stderr)
 """
 
 
@@ -64,7 +61,6 @@ def test_they_import_no_torch(place: Path, command: list[str], code: int, says: 
         timeout=60,
         check=True,
     )
-    ended, torch_imported, seconds = json.loads(done.stderr.splitlines()[-1])
+    ended, torch_imported = json.loads(done.stderr.splitlines()[-1])
     assert (ended or 0) == code and says in done.stdout, done.stdout + done.stderr
     assert not torch_imported
-    assert seconds < SECONDS

@@ -7,9 +7,6 @@ from all ranks of a job to all ranks of another one, which may be more or fewer.
 
 from __future__ import annotations
 
-import importlib
-import sys
-import types
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -22,6 +19,7 @@ from torch.distributed.tensor import DTensor
 
 import torchrelay as tr
 from tests.conformance.jobs import Job, painted
+from tests.support.torchft_files import find_torchft
 from torchrelay import dropin
 from torchrelay.endpoint.front import Endpoint
 from torchrelay.stores.dcp import Reader, Writer
@@ -243,7 +241,7 @@ class ByTorchft(Live):
         job.adopt(transport.recv_checkpoint(source, metadata[0], 2, LIMIT))
 
     def _transport(self, state: Any) -> Any:
-        _find_torchft()
+        find_torchft()
         from torchrelay.integrations.torchft import RelayTransport
 
         return RelayTransport(dist.group.WORLD, LIMIT, "cpu", state)
@@ -276,17 +274,3 @@ PARTS: dict[str, Parts] = {
     "Relay, several sources": Parts("memory"),
     "Relay, several sources, tcp": Parts("tcp"),
 }
-
-
-def torchft_source() -> Path:
-    return Path(sys.prefix) / "torchft-src" / "torchft"
-
-
-def _find_torchft() -> None:
-    """torchft, or where it has no wheel its Python files: the transport needs nothing else."""
-    try:
-        importlib.import_module("torchft")
-    except ImportError:
-        package = types.ModuleType("torchft")
-        package.__path__ = [str(torchft_source())]
-        sys.modules["torchft"] = package

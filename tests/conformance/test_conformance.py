@@ -15,6 +15,7 @@ from tests.conformance.__main__ import NOT_CARRIED, PAGE
 from tests.conformance.apis import DURABLE, LIVE, PARTS
 from tests.conformance.jobs import JOBS
 from tests.support.ranks import RankPool
+from tests.support.torchft_files import MISSING, find_torchft
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
 
@@ -34,6 +35,8 @@ def pairs() -> Iterator[Any]:
 
 @pytest.mark.parametrize(("api", "job"), list(pairs()))
 def test_it_trains_on(api: str, job: str, pools: dict[int, Any], tmp_path: Path) -> None:
+    if api == "torchft" and not find_torchft():
+        pytest.skip(MISSING)
     for cell in matrix.cells(api, job, all_ranks=False):
         problem = matrix.run(cell, pools, tmp_path)
         assert not problem, f"{cell}:\n{problem}"

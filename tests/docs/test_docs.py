@@ -17,7 +17,6 @@ How a fenced block is run is told by its info string:
 from __future__ import annotations
 
 import ast
-import importlib
 import inspect
 import os
 import re
@@ -36,6 +35,7 @@ from tests.support.commands import command
 from tests.support.forks import Done, run_program
 from tests.support.ranks import run_ranks
 from tests.support.s3 import S3
+from tests.support.torchft_files import find_torchft
 from torchrelay import dropin, errors, steps
 from torchrelay.dropin import stock_dcp
 from torchrelay.dropin.convert import convert
@@ -195,7 +195,7 @@ def run_blocks(rank: int, group: Any, blocks: list[Block], folder: Path) -> list
     """Run the blocks of a page one after the other; what was skipped comes back."""
     skipped = []
     for number, block in enumerate(blocks):
-        if "torchft" in block.info and not _has_torchft():
+        if "torchft" in block.info and not find_torchft():
             skipped.append(block.where)
             continue
         with tr.Relay(group, timeout=RELAY_SECONDS) as relay:
@@ -203,20 +203,6 @@ def run_blocks(rank: int, group: Any, blocks: list[Block], folder: Path) -> list
             exec(block.compiled(), {**names, "folder": folder / str(number)})
         torch.distributed.barrier(group)
     return skipped
-
-
-def _has_torchft() -> bool:
-    try:
-        importlib.import_module("torchft.checkpointing.transport")
-    except ImportError:
-        source = Path(sys.prefix) / "torchft-src" / "torchft"
-        if not source.is_dir():
-            return False
-        # The package without its __init__, which wants a compiled extension.
-        package = types.ModuleType("torchft")
-        package.__path__ = [str(source)]
-        sys.modules["torchft"] = package
-    return True
 
 
 @pytest.mark.parametrize("page", sorted({block.page for block in PYTHON if block.ranks}))

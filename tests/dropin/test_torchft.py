@@ -8,16 +8,14 @@ a transport is the interface tested here.
 from __future__ import annotations
 
 import importlib
-import sys
-import types
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 from unittest import TestCase
 
 import pytest
 import torch
 
+from tests.support.torchft_files import MISSING, find_torchft
 from tests.support.torchft_manager import recovers
 
 CPU = torch.device("cpu")
@@ -25,16 +23,8 @@ CPU = torch.device("cpu")
 
 @pytest.fixture(scope="module")
 def torchft_tests() -> Any:
-    try:
-        import torchft  # noqa: F401
-    except ImportError:
-        source = Path(sys.prefix) / "torchft-src" / "torchft"
-        if not source.is_dir():
-            pytest.skip("torchft is not installed, and its wheel could not be fetched")
-        # The package without its __init__, which wants the native extension.
-        package = types.ModuleType("torchft")
-        package.__path__ = [str(source)]
-        sys.modules["torchft"] = package
+    if not find_torchft():
+        pytest.skip(MISSING)
     return importlib.import_module("torchft.checkpointing.transport_test")
 
 

@@ -11,9 +11,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import msgspec
+import numpy
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+import xxhash
 
 import torchrelay as tr
 from tests.support.s3 import S3
@@ -217,8 +220,8 @@ def test_modules_in_the_working_directory_do_not_break_the_writer_process(tmp_pa
     shadows.mkdir()
     for name in ("queue", "types", "socket", "ctypes", "msgspec", "torchrelay", "enum"):
         (shadows / f"{name}.py").write_text(f"raise RuntimeError('the wrong {name}')\n")
-    source = str(Path(tr.__file__).parents[1])
-    program = PROGRAM.format(paths=[source], shadows=str(shadows), root=str(tmp_path / "root"))
+    sources = [str(Path(module.__file__).parents[1]) for module in (tr, msgspec, xxhash, numpy)]
+    program = PROGRAM.format(paths=sources, shadows=str(shadows), root=str(tmp_path / "root"))
     ran = subprocess.run(
         [sys.executable, "-c", program],
         capture_output=True,

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import sys
-import types
 from datetime import timedelta
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -29,6 +26,7 @@ from torch.distributed.tensor import (
 import torchrelay as tr
 from tests.support import meshes
 from tests.support.ranks import RankPool
+from tests.support.torchft_files import find_torchft
 from torchrelay.dropin import PGTransport
 
 CPU = torch.device("cpu")
@@ -228,15 +226,8 @@ def test_the_drop_in_fills_the_shard_of_a_counterpart(pool4: RankPool) -> None:
 
 
 def by_torchft(rank: int, group: Any) -> bool:
-    try:
-        import torchft  # noqa: F401
-    except ImportError:
-        source = Path(sys.prefix) / "torchft-src" / "torchft"
-        if not source.is_dir():
-            return False
-        package = types.ModuleType("torchft")  # without its __init__, which is native
-        package.__path__ = [str(source)]
-        sys.modules["torchft"] = package
+    if not find_torchft():
+        return False
     from torchrelay.integrations.torchft import RelayTransport
 
     wait = timedelta(seconds=30)

@@ -27,6 +27,8 @@ def test_metadata_has_version_and_storage_meta(tmp_path: Path, pair: str) -> Non
     writer, reader = kinds[0](tmp_path), kinds[1](tmp_path)
     saved = dcp.save({"w": torch.ones(2)}, storage_writer=writer, no_dist=True)
     found = reader.read_metadata()
+    if pair == "stock" and saved.version is None:
+        pytest.skip(f"torch {torch.__version__} writes no version")
     assert saved.version == found.version == "1.0.0"
     assert saved.storage_meta is not None and found.storage_meta is not None
     assert str(found.storage_meta.checkpoint_id) == str(tmp_path)

@@ -44,7 +44,9 @@ def main() -> None:
         if wanted:
             from importlib.metadata import version
 
-            print(f"torchrelay {version('torchrelay')}, torch {version('torch')}")
+            from torchrelay.version import __version__
+
+            print(f"torchrelay {__version__}, torch {version('torch')}")
             raise typer.Exit()
 
     @app.callback(help="Move and keep the whole live state of a PyTorch job.")

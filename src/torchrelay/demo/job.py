@@ -54,10 +54,14 @@ class _Model(nn.Module):
 class DemoJob:
     """A model in training. Dropout draws on the random state, so that has to travel as well."""
 
-    def __init__(self, settings: Settings, seed: int, rank: int = 0, world: int = 1) -> None:
+    def __init__(
+        self, settings: Settings, seed: int, rank: int = 0, world: int = 1, device: str = "cpu"
+    ) -> None:
         torch.manual_seed(seed)
         self._settings, self._rank, self._world = settings, rank, world
-        self.model = _Model(settings)
+        self._device = device
+        # Made on the host: its first weights are then the same on every device.
+        self.model = _Model(settings).to(device)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-3)
         self.position = 0
 
@@ -68,6 +72,7 @@ class DemoJob:
         # Each row counts up from a random number: something that can be learned.
         first = torch.randint(settings.vocabulary, (settings.batch, 1), generator=data)
         batch = (first + torch.arange(settings.tokens + 1)) % settings.vocabulary
+        batch = batch.to(self._device)
         scores = self.model(batch[:, :-1])
         loss = nn.functional.cross_entropy(scores.flatten(0, 1), batch[:, 1:].flatten())
         self.optimizer.zero_grad()
@@ -95,7 +100,7 @@ def fingerprint(state: object) -> str:
     for path, leaf in leaves(state):
         if isinstance(leaf, torch.Tensor):
             hasher.update(f"{path} {leaf.dtype} {tuple(leaf.shape)} ".encode())
-            flat: Any = leaf.detach().contiguous().reshape(-1).view(torch.uint8).numpy()
+            flat: Any = leaf.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
             hasher.update(flat)
         else:
             hasher.update(f"{path} {leaf!r} ".encode())

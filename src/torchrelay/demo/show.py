@@ -8,6 +8,7 @@ import tempfile
 import time
 from pathlib import Path
 
+import torch
 from rich.box import SIMPLE
 from rich.console import Console
 from rich.markup import escape
@@ -24,8 +25,10 @@ HOSTS = ("a", "a", "b", "b")
 
 def play(settings: Settings, console: Console) -> int:
     """Run the demo; returns the exit code: 0 if all of its claims hold."""
+    device, where = _training_device()
     console.print(
-        "Four workers on two pretended hosts, a and b, train a transformer by FSDP2. A worker is "
+        "Four workers on two pretended hosts, a and b, train a transformer by FSDP2 "
+        f"on {where}. A worker is "
         "killed, then host b with its keeper. As under torchrun, all workers are then started "
         "again. Every step is staged in the keepers' memory, and one in "
         f"{settings.save_every} is saved on disk.",
@@ -34,7 +37,7 @@ def play(settings: Settings, console: Console) -> int:
     import_ahead()
     scratch = Path(tempfile.mkdtemp(prefix="torchrelay-demo-"))
     try:
-        calm, killed = _runs(settings, console, scratch)
+        calm, killed = _runs(settings, device, console, scratch)
     except LaunchError as fault:
         console.print(f"[red]The demo failed:[/red] {escape(str(fault))}", highlight=False)
         return 1
@@ -44,7 +47,15 @@ def play(settings: Settings, console: Console) -> int:
     return 0 if _check(calm, killed, console) else 1
 
 
-def _runs(settings: Settings, console: Console, scratch: Path) -> list[TrainingRun]:
+def _training_device() -> tuple[str, str]:
+    """The type of device to train on, and how it is called in a sentence."""
+    if not torch.cuda.is_available():
+        return "cpu", "the CPU"
+    count, name = torch.cuda.device_count(), torch.cuda.get_device_name()
+    return "cuda", f"one GPU that they share ({name})" if count == 1 else f"{count} GPUs ({name})"
+
+
+def _runs(settings: Settings, device: str, console: Console, scratch: Path) -> list[TrainingRun]:
     """A run that nothing happens to, and the same one with kills."""
     kills = [Kill(settings.worker_dies, "worker", 1), Kill(settings.host_dies, "host", 3)]
     columns = (
@@ -55,9 +66,10 @@ def _runs(settings: Settings, console: Console, scratch: Path) -> list[TrainingR
         TimeElapsedColumn(),
     )
     with Progress(*columns, console=console) as bars:
-        calm = _run(Plan(settings, str(scratch / "undisturbed"), None), [], bars)
+        calm = _run(Plan(settings, str(scratch / "undisturbed"), None, device=device), [], bars)
         job = f"demo-{os.getpid()}"
-        return [calm, _run(Plan(settings, str(scratch / "killed"), job), kills, bars)]
+        killed = Plan(settings, str(scratch / "killed"), job, device=device)
+        return [calm, _run(killed, kills, bars)]
 
 
 def _run(plan: Plan, kills: list[Kill], bars: Progress) -> TrainingRun:

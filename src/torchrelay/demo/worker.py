@@ -14,19 +14,22 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.state_dict import get_state_dict
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 import torchrelay as tr
 from torchrelay.demo.job import DemoJob, Settings, fingerprint, leaves
+from torchrelay.integrations.random_state import RandomState
 
 
 class ShardedJob(DemoJob):
     """The training job, sharded by FSDP2: each rank has its own batches and random numbers."""
 
-    def __init__(self, settings: Settings, rank: int, world: int) -> None:
-        super().__init__(settings, 0, rank, world)
-        fully_shard(self.model)
+    def __init__(self, settings: Settings, rank: int, world: int, device: str = "cpu") -> None:
+        super().__init__(settings, 0, rank, world, device)
+        # Named, because `fully_shard` would take the GPU of any machine that has one.
+        fully_shard(self.model, mesh=init_device_mesh(device, (world,)))
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-3)
         torch.manual_seed(1 + rank)
 
@@ -35,13 +38,12 @@ class ShardedJob(DemoJob):
         return {
             "model": self.model,
             "optimizer": self.optimizer,
-            "random": torch.get_rng_state(),
+            "random": RandomState(),
             "position": self.position,
         }
 
     def take(self, state: dict[str, Any]) -> None:
-        """Apply the values that no object takes: random state and position."""
-        torch.set_rng_state(state["random"])
+        """Apply the value that no object takes: the position."""
         self.position = state["position"]
 
     def weights(self) -> str:
@@ -78,6 +80,7 @@ class Plan(NamedTuple):
     patience: float = 60.0  # seconds that a worker waits for another, or a call may take
     pace: float = 0.0  # seconds that a step takes at least
     sites: dict[str, Site] | None = None  # by host, where that is not this one
+    device: str = "cpu"  # that workers train on; "cuda": they share the GPUs that there are
 
     def site(self, host: str) -> Site:
         return (self.sites or {}).get(host, Site())
@@ -156,6 +159,8 @@ def main(conn: Connection, plan: Plan, post: Post) -> None:
         if enter is not None:
             enter()
         torch.set_num_threads(1)
+        if plan.device == "cuda":
+            _use_gpu(post.rank)
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
         dist.init_process_group(
             "gloo",
@@ -164,7 +169,7 @@ def main(conn: Connection, plan: Plan, post: Post) -> None:
             world_size=post.world,
             timeout=timedelta(seconds=plan.patience),
         )
-        job = ShardedJob(plan.settings, post.rank, post.world)
+        job = ShardedJob(plan.settings, post.rank, post.world, plan.device)
         tell("ready")
         _train(job, None if plan.job is None else KeptSteps(plan, post), plan, tell)
         conn.poll(plan.patience)  # one that leaves early breaks connections that others still use
@@ -174,6 +179,13 @@ def main(conn: Connection, plan: Plan, post: Post) -> None:
     finally:
         conn.close()
         os._exit(code)  # skips waiting for connections that a lost peer has left half open
+
+
+def _use_gpu(rank: int) -> None:
+    """Choose the GPU of a worker, and kernels that give the same bits at every run."""
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(True)
+    torch.cuda.set_device(rank % torch.cuda.device_count())
 
 
 def _train(
