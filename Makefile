@@ -37,7 +37,7 @@ lint: $(STAMP)
 test test-slow demo: export PYTHONDONTWRITEBYTECODE =
 
 test: lint
-	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
+	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder $(OPTIONS)
 
 test-slow: $(STAMP)
 	TEST_ROUNDS=all $(BIN)/python -m pytest -m "slow or rounds"

@@ -15,6 +15,7 @@ import statistics
 import sys
 from collections.abc import Callable, Sequence
 from functools import cache
+from html import escape
 from pathlib import Path
 from typing import Any
 
@@ -510,28 +511,26 @@ def chart() -> str:
     found = bars()
     height = TOP + ROW * len(found) + 34
     span = WIDTH - LEFT - 80
-    style = 'font-family="sans-serif" font-size="13" fill="#444"'
+    style, small = (f'font-family="sans-serif" font-size="{size}" fill="#444"' for size in (13, 11))
     lines = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" role="img">',
         "<title>Times as fast as torch's PGTransport and DCP, two cores</title>",
         f'<rect width="{WIDTH}" height="{height}" fill="#fff"/>',
         f'<text x="16" y="26" {style} font-weight="bold">Times as fast as torch 2.13 '
         "(PGTransport, DCP)</text>",
-        f'<text x="16" y="44" {style} font-size="11">two CPU cores, gloo, digests on where '
+        f'<text x="16" y="44" {small}>two CPU cores, gloo, digests on where '
         "bytes cross a wire or rest on a medium; logarithmic</text>",
     ]
     for number, (name, value) in enumerate(found):
         y = TOP + ROW * number
         length = max(1.0, span * math.log(max(value, 1.01)) / math.log(LONGEST))
         lines += [
-            f'<text x="{LEFT - 10}" y="{y + 19}" {style} text-anchor="end">{name}</text>',
+            f'<text x="{LEFT - 10}" y="{y + 19}" {style} text-anchor="end">{escape(name)}</text>',
             f'<rect x="{LEFT}" y="{y + 5}" width="{length:.1f}" height="20" fill="#2a7f62"/>',
             f'<text x="{LEFT + length + 6:.1f}" y="{y + 19}" {style}>{ratio(value)}</text>',
         ]
     files = "live, checkpoint, keeper"
-    lines.append(
-        f'<text x="16" y="{height - 12}" {style} font-size="11">benchmarks/results: {files}</text>'
-    )
+    lines.append(f'<text x="16" y="{height - 12}" {small}>benchmarks/results: {files}</text>')
     return "\n".join([*lines, "</svg>"]) + "\n"
 
 

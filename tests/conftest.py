@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gc
 import os
+import signal
+import threading
 from collections.abc import Iterator
 
 import pytest
@@ -11,6 +13,7 @@ from hypothesis import settings
 
 from tests.support.ranks import RankPool
 from tests.support.s3 import moto_server, s3  # noqa: F401
+from tests.support.skips import OPTION, reason_of, summary, unexpected
 
 # Whoever asks for GPUs while modules are imported asks the driver's management library: a process
 # that has asked CUDA itself can fork no children that use a GPU.
@@ -18,6 +21,13 @@ os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
 
 settings.register_profile("ci", derandomize=True, deadline=None, print_blob=True)
 settings.load_profile("ci")
+
+# A shell's background jobs ignore Ctrl-C, and what they start as well: tests that send it need it.
+if (
+    threading.current_thread() is threading.main_thread()
+    and signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+):
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 # Files whose tests take longest begin first: no worker is left alone with one of them at the end.
@@ -47,6 +57,30 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if isinstance(item, pytest.Function) and "rounds" in vars(item.module):
             item.add_marker("rounds")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(OPTION, action="store_true", help="fail if a test is skipped that CI can run")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_sessionfinish(session: pytest.Session) -> Iterator[None]:
+    reporter = session.config.pluginmanager.get_plugin("terminalreporter")
+    wrong = unexpected(reporter.stats.get("skipped", [])) if reporter is not None else []
+    if wrong and session.config.getoption(OPTION) and not session.exitstatus:
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED
+    yield
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    skipped = terminalreporter.stats.get("skipped", [])
+    if skipped:
+        terminalreporter.section("skipped, by reason")
+        for line in summary(skipped):
+            terminalreporter.write_line(line)
+    if terminalreporter.config.getoption(OPTION):
+        for report in unexpected(skipped):
+            terminalreporter.write_line(f"NOT EXPECTED: {report.nodeid}: {reason_of(report)}")
 
 
 def pytest_collection() -> None:

@@ -20,6 +20,7 @@ from aiohttp import ClientSession, ClientWebSocketResponse
 
 START_SECONDS = 60.0
 CALL_SECONDS = 60.0
+MISSING = "no Chromium is installed to draw pages with"
 
 
 def chromium() -> str | None:

@@ -1,7 +1,7 @@
 """Output of commands: one-line errors, progress bars, tables, JSON.
 
 Exit statuses: 0, everything is right; 1, an error, or a step that is damaged; 2, a wrong command
-line; 130, interrupted.
+line; 130, interrupted; 141, whatever read the output ended first (as `head` does).
 """
 
 from __future__ import annotations
@@ -28,11 +28,12 @@ def one_line_errors(status: int = 1) -> Iterator[None]:
     """An error of ours is one line and an exit status, not a traceback."""
     try:
         yield
+        sys.stdout.flush()
     except RelayError as fault:
         fail(str(fault), status)
-    except BrokenPipeError:  # whoever read the output has seen enough
+    except BrokenPipeError:  # the status that a shell shows for programs that SIGPIPE ends
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        raise typer.Exit(1) from None
+        raise typer.Exit(128 + signal.SIGPIPE) from None
     except OSError as fault:  # of a file that the command was given
         where = f" [{fault.filename}]" if fault.filename else ""
         fail(f"{fault.strerror or fault}{where}", status)

@@ -78,13 +78,14 @@ class ServerUrl(NamedTuple):
             port = parts.port
         except (ValueError, TypeError, AttributeError):
             raise UsageError(f"an endpoint's URL is http://HOST:PORT, not {text!r}") from None
-        if parts.username is not None or parts.query or parts.path not in ("", "/"):
+        host = parts.hostname or ""
+        scheme = parts.scheme if parts.scheme in ("http", "https") else ""
+        # A text that may hold a token is not repeated.
+        if "@" in text or parts.query or (scheme and parts.path not in ("", "/")):
             raise UsageError(
                 "an endpoint's URL has a host and a port and nothing else; give the token by "
                 "Access(token=), token_file= or TORCHRELAY_TOKEN"
             )
-        host = parts.hostname or ""
-        scheme = parts.scheme if parts.scheme in ("http", "https") else ""
         if not scheme or port == 0 or parts.fragment or not _is_host(host):
             raise UsageError(f"an endpoint's URL is http://HOST:PORT, not {text!r}")
         return cls(scheme, host, port or (443 if scheme == "https" else 80))

@@ -12,7 +12,7 @@ import torch
 
 import torchrelay as tr
 from tests.support.access import access
-from tests.support.browser import browser_tab, chromium
+from tests.support.browser import MISSING, browser_tab, chromium
 from tests.support.ranks import RankPool
 from torchrelay.endpoint.front import Endpoint
 
@@ -64,7 +64,7 @@ async def watch(endpoint: Endpoint) -> None:
 @pytest.mark.timeout(180)
 def test_the_page_of_an_endpoint_shows_its_readers() -> None:
     if chromium() is None:
-        pytest.skip("no Chromium is installed to drive the page in")
+        pytest.skip(MISSING)
     with tr.serve(state(1), step=1, timeout=60, **access(token=TOKEN)) as endpoint:
         asked(endpoint.url, "/steps.json")  # it waits for the step to be there
         asked(endpoint.url, "/page/steps.json")

@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 import torch
 
-from tests.support.browser import Tab, browser_tab, chromium
+from tests.support.browser import MISSING, Tab, browser_tab, chromium
 from tests.support.held_source import HeldSource
 from tests.support.watched_site import WatchedSite, serving
 from torchrelay.endpoint.page import watch_page
 
 pytestmark = [
-    pytest.mark.skipif(chromium() is None, reason="no Chromium is installed to drive the page in"),
+    pytest.mark.skipif(chromium() is None, reason=MISSING),
     pytest.mark.timeout(180),
 ]
 
@@ -197,10 +197,10 @@ def test_20000_tensors_do_not_freeze_it() -> None:
 
 
 def test_the_page_is_one_document_without_outside_assets() -> None:
-    body, _, headers = watch_page()
-    text = body.decode()
+    page = watch_page()
+    text = page.body.decode()
     assert "/*CSS*/" not in text and "/*JS*/" not in text
     assert "src=" not in text.replace(HOSTILE, "") and "@import" not in text
     assert "innerHTML" not in text and "eval(" not in text and "localStorage" not in text
-    policy = headers["Content-Security-Policy"]
+    policy = page.headers["Content-Security-Policy"]
     assert policy.startswith("default-src 'none'; script-src 'sha256-") and "unsafe" not in policy

@@ -71,6 +71,8 @@ def keeper(
         return
     for name, facts in found:
         print(_line(name, facts))
+    if not found:
+        print("no keeper of yours runs on this machine")
 
 
 def _run(
