@@ -89,6 +89,7 @@ class DTensors:
             "_rank": p.count(f["_rank"]),
             "_coordinate_on_dim": None if where is None else p.counts(where),
             "_thread_id": None,
+            "_preserve_rank_order": p.typed(f.get("_preserve_rank_order", False), bool),
             "_hash": None,
         }
         if "_dim_group_names" in f:

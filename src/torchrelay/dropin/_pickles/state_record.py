@@ -32,6 +32,7 @@ _LEFT_UNREAD: Any = None
 
 _RECORDS = "torch.distributed.checkpoint._pg_transport."
 _PYTREE = "torch.utils._pytree."
+_LEAF_SPECS = tuple(_PYTREE + n for n in ("LeafSpec", "treespec_leaf"))  # before torch 2.14, since
 
 _PER_BYTE = {torch.quint4x2: 2, torch.quint2x4: 4}
 _MAPPINGS = (dict, collections.OrderedDict, collections.defaultdict)
@@ -134,7 +135,7 @@ class _Builder:
         """The containers that a `TreeSpec` tells, with the number of each leaf in its place."""
         if depth > p.MAX_DEPTH:
             p.refuse(f"its tree is deeper than {p.MAX_DEPTH}")
-        if type(value) is p.PickledCall and value.name == _PYTREE + "LeafSpec":
+        if type(value) is p.PickledCall and value.name in _LEAF_SPECS:
             self.work.charge(1 + depth)  # the steps of its path
             return next(self.numbers)
         self.work.charge(1)
@@ -277,7 +278,8 @@ _NAMES = frozenset(
     [
         *(_RECORDS + n for n in ("_StateDictMeta", "_TensorMeta")),
         *(_RECORDS + n for n in ("_DTensorMeta", "_ShardedTensorMeta")),
-        *(_PYTREE + n for n in ("TreeSpec", "LeafSpec")),
+        _PYTREE + "TreeSpec",
+        *_LEAF_SPECS,
         *(_PYTREE + n for n in ("MappingKey", "SequenceKey", "GetAttrKey")),
         "collections.namedtuple",
         *("numpy.dtype", "numpy.ndarray"),
