@@ -43,6 +43,11 @@ class Pending:
         """Whether the work has ended, with or without success."""
         return self._ended.is_set()
 
+    def succeeded(self) -> bool:
+        """Whether the work has ended and has made the step. A failure stays unseen: the next call
+        still raises it."""
+        return self._ended.is_set() and self._fault is None and self.skipped is None
+
     def result(self, timeout: Timeout | None = None) -> Report | None:
         """Wait until the step is committed, or can be read; None if it was skipped. Raises the
         failure of the work.

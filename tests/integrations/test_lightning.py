@@ -164,6 +164,70 @@ def test_a_save_that_fails_in_the_background(tmp_path: Path, on_error: Any) -> N
         plugin.teardown()
 
 
+def fill(steps: Path, plugin: RelayCheckpointIO) -> dict[str, Any]:
+    """`one.ckpt` and `step-1`, as a run before has left them."""
+    weights = {"state_dict": {"a": torch.ones(4)}, "global_step": 1}
+    plugin.save_checkpoint(weights, steps / "one.ckpt")
+    plugin.links.settle()
+    return weights
+
+
+def fail_writing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have every commit from now on fail, in the background."""
+
+    def fail(*_: Any) -> None:
+        raise CheckpointError("no space is left", file="disk")
+
+    monkeypatch.setattr("torchrelay.stores.step_draft.StepDraft.commit", fail)
+
+
+@pytest.mark.parametrize("on_error", ["raise", "warn"])
+def test_a_failed_save_links_to_nothing(
+    tmp_path: Path, on_error: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not to the older step of its number either, which stays."""
+    plugin = RelayCheckpointIO(timeout=60, on_error=on_error)
+    weights = fill(tmp_path, plugin)
+    with monkeypatch.context() as broken:
+        fail_writing(broken)
+        new = {**weights, "state_dict": {"a": torch.zeros(4)}}
+        plugin.save_checkpoint(new, tmp_path / "two.ckpt")
+        plugin.links.settle()
+    assert names(tmp_path) == {"one.ckpt", "step-1"}
+    with pytest.raises(CheckpointError) if on_error == "raise" else nullcontext():
+        plugin.teardown()
+
+
+def test_a_failed_save_replaces_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was to be removed stays until a later save is committed, whatever is called first."""
+    plugin = RelayCheckpointIO(timeout=60, on_error="warn")
+    weights = fill(tmp_path, plugin)
+    with monkeypatch.context() as broken:
+        fail_writing(broken)
+        plugin.save_checkpoint({**weights, "global_step": 2}, tmp_path / "two.ckpt")
+        plugin.remove_checkpoint(tmp_path / "one.ckpt")
+        plugin.links.settle()
+        plugin.remove_checkpoint(tmp_path / "two.ckpt")
+        assert names(tmp_path) == {"one.ckpt", "step-1"}
+    plugin.save_checkpoint({**weights, "global_step": 3}, tmp_path / "three.ckpt")
+    plugin.teardown()
+    assert names(tmp_path) == {"three.ckpt", "step-3"}
+
+
+@pytest.mark.parametrize("on_error", ["raise", "warn"])
+def test_a_link_that_cannot_be_made(tmp_path: Path, on_error: Any) -> None:
+    plugin = RelayCheckpointIO(timeout=60, on_error=on_error)
+    weights = fill(tmp_path, plugin)
+    (tmp_path / "two.ckpt").mkdir()
+    (tmp_path / "two.ckpt" / "file").touch()  # a directory in the way
+    plugin.save_checkpoint({**weights, "global_step": 2}, tmp_path / "two.ckpt")
+    plugin.remove_checkpoint(tmp_path / "one.ckpt")
+    with pytest.raises(CheckpointError, match="link") if on_error == "raise" else nullcontext():
+        plugin.links.settle()
+    plugin.teardown()
+    assert {"one.ckpt", "step-1", "step-2"} <= names(tmp_path)
+
+
 def test_without_lightning_the_error_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     name = "torchrelay.integrations.lightning"
     for module in [one for one in sys.modules if one.split(".")[0] == "lightning"]:

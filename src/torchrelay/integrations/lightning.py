@@ -9,6 +9,7 @@ is exchanged, when the step is committed.
 
 from __future__ import annotations
 
+import logging
 import os
 import threading
 import time
@@ -21,8 +22,8 @@ import torch
 
 from torchrelay.checkpointer.front import Checkpointer
 from torchrelay.coordination.coordinator import Coordinator
-from torchrelay.deadlines import Deadline
-from torchrelay.errors import StepNotFoundError, UsageError
+from torchrelay.deadlines import Deadline, seconds_of
+from torchrelay.errors import CheckpointError, StepNotFoundError, UsageError
 from torchrelay.integrations.extras import extra
 from torchrelay.integrations.random_state import RandomState
 from torchrelay.landing.packed import pack, unpack
@@ -33,6 +34,8 @@ with extra("lightning"):
     from lightning.fabric.plugins import CheckpointIO
     from lightning.pytorch.callbacks import Callback
     from lightning.pytorch.strategies import ModelParallelStrategy
+
+logger = logging.getLogger("torchrelay")
 
 Checkpoint = dict[str, Any]
 Where = str | os.PathLike[str]
@@ -48,17 +51,23 @@ class StepLinks:
         self, group: Any, on_error: Literal["raise", "warn"], options: dict[str, Any]
     ) -> None:
         self._group, self._on_error, self._options = group, on_error, options
+        # Longer than a save, which has its own deadline.
+        self._seconds = seconds_of(options.get("timeout", 1800.0)) + 60.0
         self._roots: dict[Path, Checkpointer] = {}
         self._pending: Pending | None = None
         self._linking: threading.Thread | None = None
-        self._removed: list[Path] = []  # once the save under way is committed
+        self._link_fault: OSError | None = None
+        self._failed = False  # whether the last save has failed, or got no link
+        self._removed: list[Path] = []  # once a later save is committed
         self._unlinked: list[Path] = []  # steps that have lost a link
         self.stalls: list[float] = []  # seconds that each save kept training waiting
         self.steps: list[int] = []  # of these saves
 
     def save(self, state: object, path: Where, step: int, *, links: bool) -> None:
         link = _local(path)
-        self.settle()
+        # In a round: rank 0 alone has the links, and all ranks stop if one cannot be made.
+        ranks = Coordinator.of(self._group, "links", str(link.parent))
+        ranks.call("links").together("begin", self.settle, Deadline(self._seconds))
         begun = time.monotonic()
         self._pending = self._root(link.parent).save_async(
             step, state, overwrite=True, on_error=self._on_error
@@ -72,13 +81,20 @@ class StepLinks:
             self._linking.start()
 
     def _link_when_saved(self, pending: Pending, link: Path, step: int) -> None:
+        """A step of this number may be an older one, which a save that failed has left there."""
         pending.ends_within(float("inf"))
-        if (link.parent / f"step-{step}").is_dir():
-            self._unlinked.append(link.resolve())
-            fresh = link.with_name(f".{link.name}.{os.getpid()}")
+        if not pending.succeeded():
+            return
+        before = link.resolve()
+        fresh = link.with_name(f".{link.name}.{os.getpid()}")
+        try:
             fresh.unlink(missing_ok=True)
             fresh.symlink_to(f"step-{step}")
             fresh.replace(link)
+        except OSError as fault:
+            self._link_fault = fault
+        else:
+            self._unlinked.append(before)
 
     def load(self, path: Where, into: object = None, **options: Any) -> Any:
         self.settle()
@@ -101,12 +117,21 @@ class StepLinks:
             root.close()
 
     def settle(self) -> None:
-        """Wait for the save under way; then remove what was to be removed."""
-        if self._pending is not None:
-            self._pending.ends_within(float("inf"))  # its deadline is the checkpointer's
-        if self._linking is not None:
-            self._linking.join()
-        self._pending = self._linking = None
+        """Wait for the save under way; then remove what was to be removed. A save that failed, or
+        got no link, leaves the checkpoints that it was to replace."""
+        pending, self._pending = self._pending, None
+        linking, self._linking = self._linking, None
+        if pending is not None:
+            pending.ends_within(float("inf"))  # its deadline is the checkpointer's
+        if linking is not None:
+            linking.join()
+        fault, self._link_fault = self._link_fault, None
+        if pending is not None:
+            self._failed = fault is not None or not pending.succeeded()
+        if fault is not None:
+            self._no_link(pending, fault)
+        if self._failed:
+            return
         removed, self._removed = self._removed, []
         for link in removed:
             self._unlinked.append(link.resolve())
@@ -117,6 +142,17 @@ class StepLinks:
             step = _step_at(target)
             if step is not None and target not in links:
                 self._root(target.parent).delete(step)
+
+    def _no_link(self, pending: Pending | None, fault: OSError) -> None:
+        step = None if pending is None else pending.step
+        lost = CheckpointError(
+            f"the step is saved, and no link to it can be made: {fault.strerror or fault}",
+            step=step,
+            file=fault.filename2 or fault.filename,
+        )
+        if self._on_error == "raise":
+            raise lost from fault
+        logger.warning("%s", lost)
 
     def _root(self, folder: Path) -> Checkpointer:
         folder = folder.resolve()
