@@ -150,7 +150,13 @@ def _share_a_device() -> None:
     shared: list[Any] = []
 
     def init(
-        self: Any, store: Any, rank: int, size: int, timeout: Any = timedelta(minutes=30)
+        self: Any,
+        store: Any,
+        rank: int,
+        size: int,
+        timeout: Any = timedelta(minutes=30),
+        *others: Any,
+        **named: Any,
     ) -> None:
         if isinstance(timeout, timedelta):
             if not shared:
@@ -159,7 +165,7 @@ def _share_a_device() -> None:
             options._devices, options._timeout = shared, timeout
         else:
             options = timeout
-        stock(self, store, rank, size, options)
+        stock(self, store, rank, size, options, *others, **named)
 
     dist.ProcessGroupGloo.__init__ = init  # type: ignore[method-assign]
 

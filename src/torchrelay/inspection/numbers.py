@@ -19,6 +19,7 @@ _NATIVE = (
 )
 # Complex elements count as two real ones: their norm is the same.
 _COMPLEX = {"complex32": "float16", "complex64": "float32", "complex128": "float64"}
+_BFLOAT16 = ("bfloat16", "bcomplex32")
 # Bits of the mantissa, bias, and whether the format is "fnuz": one NaN, no infinities.
 _FLOAT8 = {
     "float8_e4m3fn": (3, 7.0, False),
@@ -40,7 +41,7 @@ def numbers_of(dtype: str) -> Callable[[Array], Array] | None:
         return lambda raw: raw.view(dtype)
     if dtype in _COMPLEX:
         return lambda raw: raw.view(_COMPLEX[dtype])
-    if dtype == "bfloat16":
+    if dtype in _BFLOAT16:
         return _from_bfloat16
     if dtype in _FLOAT8 or dtype == "float8_e8m0fnu":
         return partial(np.take, _float8_values(dtype))

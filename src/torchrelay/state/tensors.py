@@ -38,7 +38,16 @@ __all__ = ["DTensor", "DeviceMesh", "ShardedTensor"]
 DTYPES: dict[str, torch.dtype] = {
     name: getattr(torch, name) for name in ITEM_SIZES if hasattr(torch, name)
 }
-NAMES: dict[torch.dtype, str] = {dtype: name for name, dtype in DTYPES.items()}
+
+
+class _Names(dict[torch.dtype, str]):
+    """The name of each dtype; `UnsupportedLeafError` for one that a later torch has brought."""
+
+    def __missing__(self, dtype: torch.dtype) -> str:
+        raise UnsupportedLeafError(f"{dtype} is unknown to this version of torchrelay")
+
+
+NAMES: dict[torch.dtype, str] = _Names((dtype, name) for name, dtype in DTYPES.items())
 # Dtypes that torch can hold and not tell the limits of; its planners fail at these.
 OPAQUE = {dtype for name, dtype in DTYPES.items() if re.match(r"bits|u?int[1-7]$", name)}
 _PLAIN = {torch.Tensor, torch.nn.Parameter}
