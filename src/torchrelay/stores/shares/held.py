@@ -1,13 +1,12 @@
 """The tensors of this rank, as a plan compares them with those of other ranks.
 
-Ranks recognise that they have the same tensor by values (`facts_of`), without comparing its bytes.
-Different values show different tensors; equal ones make a replica likely: of a large tensor they
-are made of samples.
+Ranks find out that they have the same plain tensor by digests of all its bytes (`facts_of`).
+Replicas of a distributed tensor are those that its placements say there are.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -16,20 +15,14 @@ import torch
 import xxhash
 
 from torchrelay.errors import CheckpointError
-from torchrelay.geometry.chunks import ALIGN
-from torchrelay.memory.digest import digest
-from torchrelay.plan.region import Region
 from torchrelay.state import tensors as t
 from torchrelay.state.local_parts import local_parts
 from torchrelay.state.meshes import mesh_record
 from torchrelay.stores.shares.ownership import HeldTensor, Row
-from torchrelay.stores.writer.file_writer import host_view
+from torchrelay.stores.shares.values import value_digests
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
-
-SMALL_BYTES = 64 << 10  # of a tensor that is compared between ranks
-SAMPLES = 4
 
 Source = Callable[[torch.Tensor], torch.Tensor]
 
@@ -46,10 +39,18 @@ class Holder:
         self._rank, self._world, self._members, self._source = rank, world, members, source
         self._dtensors: dict[object, HeldTensor] = {}  # one of each spec
 
-    def held(self, name: str, tensor: torch.Tensor) -> HeldTensor:
-        if type(tensor) is torch.Tensor:
-            facts = facts_of(self._source(tensor))
-            return HeldTensor(name, facts, tensor.nbytes, self._rank, self._world, b"")
+    def held(self, named: Sequence[tuple[str, torch.Tensor]]) -> list[HeldTensor]:
+        """Each tensor, by its name; the bytes of plain ones are hashed."""
+        plain = [self._source(tensor) for _, tensor in named if type(tensor) is torch.Tensor]
+        facts = iter(facts_of(plain))
+        return [
+            HeldTensor(name, next(facts), tensor.nbytes, self._rank, self._world, b"")
+            if type(tensor) is torch.Tensor
+            else self._distributed(name, tensor)
+            for name, tensor in named
+        ]
+
+    def _distributed(self, name: str, tensor: torch.Tensor) -> HeldTensor:
         if t.is_dtensor(tensor):
             local, spec = t.dtensor_parts(tensor)
             if (found := self._dtensors.get(spec)) is None:
@@ -97,25 +98,15 @@ class Holder:
         return team.index(int(mesh.mesh[tuple(here)])), len(team)
 
 
-def facts_of(tensor: torch.Tensor) -> bytes:
-    """Dtype, shape and layout of a tensor, and the digest of its bytes or of samples of them."""
-    layout = [] if tensor.is_contiguous() else list(tensor.stride())
-    facts = f"{t.NAMES[tensor.dtype]} {list(tensor.shape)} {layout} ".encode()
-    region = Region.row_major(tensor)
-    if region.address and region.nbytes <= SMALL_BYTES:  # as nearly all are: without a copy
-        return facts + xxhash.xxh3_128_digest(host_view(region.address, region.nbytes))
-    spots = [(0, region.nbytes)]
-    if region.nbytes > SMALL_BYTES:
-        piece = SMALL_BYTES // SAMPLES
-        last = (region.nbytes - piece) // ALIGN
-        starts = [last * number // (SAMPLES - 1) * ALIGN for number in range(SAMPLES)]
-        spots = [(at, at + piece) for at in starts]
-    sample = torch.empty(sum(stop - at for at, stop in spots), dtype=torch.uint8, device="cpu")
-    done = 0
-    for at, stop in spots:
-        region.read(at, stop, sample[done:])
-        done += stop - at
-    return facts + digest(sample)
+def facts_of(tensors: Sequence[torch.Tensor]) -> list[bytes]:
+    """Dtype, shape and layout of each tensor, and the digest of its bytes."""
+    digests = value_digests(tensors)
+    return [_layout(one) + digest for one, digest in zip(tensors, digests, strict=True)]
+
+
+def _layout(tensor: torch.Tensor) -> bytes:
+    strides = [] if tensor.is_contiguous() else list(tensor.stride())
+    return f"{t.NAMES[tensor.dtype]} {list(tensor.shape)} {strides} ".encode()
 
 
 def row_of(one: HeldTensor, tensor: torch.Tensor, source: Source) -> Row:
@@ -125,7 +116,7 @@ def row_of(one: HeldTensor, tensor: torch.Tensor, source: Source) -> Row:
         return Row(one.name, one.fact, dtype=dtype, shape=shape)
     parts = [part for part in local_parts(tensor) if part.tensor.numel()]
     boxes = _digest([part.box for part in parts])
-    values = _digest([facts_of(source(part.tensor)) for part in parts])
+    values = _digest(facts_of([source(part.tensor) for part in parts]))
     part = (boxes, values) if parts else (b"", b"")
     return Row(one.name, one.fact, one.mesh, part)
 

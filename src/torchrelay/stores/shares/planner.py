@@ -137,7 +137,7 @@ class SavePlan:
                 _check_whole(name, tensor, boxes)
             return b""
         holder = Holder(planner.rank, planner.world, planner.members, self._source)
-        self._held = [holder.held(name, tensor) for name, tensor in tensors]
+        self._held = holder.held(tensors)
         return _encode(
             Statement(
                 shape_of(self._described.record),
