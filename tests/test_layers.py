@@ -50,7 +50,7 @@ STRANGERS = {frozenset({"transports", "stores"})}
 # The same inside of parts that are large.
 INSIDE: dict[str, list[set[str]]] = {
     "stores": [
-        {"seam", "retry", "safetensors"},
+        {"seam", "retry", "safetensors", "lookalikes"},
         {"local", "objects"},
         {"locate", "opening"},
         {"writer"},

@@ -106,14 +106,16 @@ def _open_step(name: str, step: int | None) -> OpenedState:
     place, named = split_step(name)
     if None not in (named, step) and named != step:
         raise UsageError(f"{name} is step {named}: leave out --step, or name the place above it")
-    source = StoreSource(open_store(place))
+    store = open_store(place)
+    source = StoreSource(store)
     wanted = named if step is None else step
     try:
         found = _opened(source, wanted)
     except StepNotFoundError as fault:
-        steps = sorted(source.steps(Deadline(SECONDS)))
-        known = f"; it has {', '.join(map(str, steps[-8:]))}"
-        fault.message += known if steps else instead(name)
+        if steps := store.steps():
+            fault.message += f"; it has {', '.join(map(str, steps[-8:]))}"
+        elif command := instead(name):
+            fault.message = f"no step in {store.url}{command}"
         raise
     found.name = f"{source.name}/step-{found.contents.step}"
     return found

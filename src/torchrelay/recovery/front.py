@@ -88,8 +88,10 @@ def recover(
       `PullOptions` describes them.
 
     Raises `NothingToRecoverError` if every source answered and none has a step: this is a first
-    start. Raises `RecoveryError` if sources have steps that cannot be used, or cannot be reached. A
-    source whose state does not fit `into` is skipped with a warning; `MismatchError` if no other
+    start. Raises `RecoveryError` if sources have steps that cannot be used, or cannot be reached,
+    and for a place without steps in which something looks like one (a step's own directory, a
+    checkpoint of another tool): the message has the path that was probably meant. A source whose
+    state does not fit `into` is skipped with a warning; `MismatchError` if no other
     fits. Each message has the reason for each source.
     """
     check_options(landing)

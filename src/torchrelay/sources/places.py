@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Protocol, runtime_checkable
 
 from torchrelay.deadlines import Deadline
-from torchrelay.errors import CheckpointError, UsageError
+from torchrelay.errors import CheckpointError, StepNotFoundError, UsageError
 from torchrelay.memory.bounded import bounded
 from torchrelay.sources.access import Access
 from torchrelay.sources.endpoint import EndpointSource
@@ -20,7 +20,8 @@ from torchrelay.stores.seam import Store
 
 class StoreSource:
     """A directory or bucket, by its name or as a `Store`. A directory that is named must exist: a
-    mistyped name is not an empty source."""
+    mistyped name is not an empty source. Nor is a place without steps that has what looks like one:
+    to list its steps is a `StepNotFoundError` that says what was probably meant."""
 
     def __init__(self, place: str | os.PathLike[str] | Store) -> None:
         named = isinstance(place, (str, os.PathLike))
@@ -40,8 +41,13 @@ class StoreSource:
                     "no such directory: check the path, or pass the Checkpointer of a new run",
                     file=self.name,
                 )
+            patience = _patience(deadline)
             with storage_faults("list the steps", self.name):
-                return _patience(deadline)(self._store.steps)
+                found = patience(self._store.steps)
+                other = "" if found else patience(self._store.lookalike)
+                if not other or (found := patience(self._store.steps)):  # the first one, by now
+                    return found
+            raise StepNotFoundError(f"no step in {self.name}, which is not empty: {other}")
 
         return bounded(look, deadline.early(), "list the steps", file=self.name)
 

@@ -248,6 +248,10 @@ class Store(Protocol):
     def listing(self) -> Listing:
         """The result of one listing."""
 
+    def lookalike(self) -> str:
+        """Of a store without steps: what looks like one, and the path that was probably meant; ""
+        where nothing does."""
+
     def open(self, step: int, patience: Retry = ONCE) -> StoredStep:
         """A step to be read; `FileNotFoundError` if it does not exist."""
 

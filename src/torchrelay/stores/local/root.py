@@ -7,6 +7,7 @@ import os
 import re
 import socket
 import stat
+from collections.abc import Iterator
 from contextlib import suppress
 from functools import lru_cache
 from pathlib import Path
@@ -17,6 +18,8 @@ from torchrelay.stores.seam import MANIFEST, Listing
 
 # A directory of a step, where it belongs or where it was moved to for its successor.
 STEP = re.compile(r"step-(0|[1-9][0-9]{0,18})(\.old-.+-\d+-[0-9a-f]+)?")
+# A draft, or a directory that was moved away: of which step, which of the two, and whose.
+LEFT = re.compile(r"step-(\d+)\.(tmp|old)-(.+)-(\d+)-[0-9a-f]+")
 
 
 def token() -> str:
@@ -56,6 +59,23 @@ class StepRoot:
         except (FileNotFoundError, NotADirectoryError):
             _check_root(self.path)
             return {}
+
+    def below(self, depth: int) -> Iterator[str]:
+        """Relative paths of what is in it, directories with a slash at their end; those of a level
+        before those of the next. Drafts, steps that were moved away and hidden directories are left
+        out, and so is what cannot be listed."""
+        level = [""]
+        for _ in range(depth):
+            level, folders = [], level
+            for folder in folders:
+                with suppress(OSError), os.scandir(self.path / folder) as entries:
+                    for entry in sorted(entries, key=lambda entry: entry.name):
+                        name = f"{folder}{entry.name}"
+                        if not entry.is_dir():
+                            yield name
+                        elif not entry.name.startswith(".") and not LEFT.fullmatch(entry.name):
+                            level.append(f"{name}/")
+                            yield f"{name}/"
 
     def folders(self) -> Listing:
         """The directories that may be steps: of each, where it belongs before where it was moved

@@ -13,22 +13,29 @@ by a rename too, so no reader finds half of one.
 from __future__ import annotations
 
 import os
-import re
 import shutil
 import time
 from contextlib import suppress
+from itertools import islice
 from pathlib import Path
 
 from torchrelay.stores.local.draft import LocalDraft
 from torchrelay.stores.local.files import Files, lock
 from torchrelay.stores.local.removal import closing, remove_directory
-from torchrelay.stores.local.root import StepRoot, directory_id, host_name, is_committed, token
+from torchrelay.stores.local.root import (
+    LEFT,
+    StepRoot,
+    directory_id,
+    host_name,
+    is_committed,
+    token,
+)
 from torchrelay.stores.local.step import LocalStep
+from torchrelay.stores.lookalikes import DEPTH, MOST, explain
 from torchrelay.stores.retry import ONCE, Retry
 from torchrelay.stores.seam import MANIFEST, Listing, settled
 
 FOREIGN_AGE = 24 * 3600.0  # seconds after which another host's draft counts as left behind
-_LEFT_BEHIND = re.compile(r"step-(\d+)\.(tmp|old)-(.+)-(\d+)-[0-9a-f]+")
 
 
 class LocalStore:
@@ -47,6 +54,9 @@ class LocalStore:
 
     def listing(self) -> Listing:
         return self._root.folders()
+
+    def lookalike(self) -> str:
+        return explain(self.url, islice(self._root.below(DEPTH), MOST))
 
     def open(self, step: int, patience: Retry = ONCE) -> LocalStep:
         return LocalStep(str(self._root.existing(step)), patience)
@@ -79,7 +89,7 @@ class LocalStore:
 
     def clean(self) -> list[str]:
         removed = []
-        matches = [match for match in map(_LEFT_BEHIND.fullmatch, self._root.names()) if match]
+        matches = [match for match in map(LEFT.fullmatch, self._root.names()) if match]
         for match in sorted(matches, key=lambda match: match[2] != "old"):  # which may be steps
             path, step = self._root.path / match[0], self._root.of(int(match[1]))
             # A step that was moved away for its successor, which never came, is the step.

@@ -185,6 +185,17 @@ class Bucket:
             infos = [(one["path"], one["size"], one["last_modified"]) for one in found.collect()]
             return [ObjectInfo(*info) for info in infos]
 
+    def some(self, most: int) -> list[str]:
+        """Paths of the first objects below the prefix: all of them, if they are no more."""
+        with self.named(""):
+            found = self._obs.list(self._store, chunk_size=min(most, 1000))
+            paths: list[str] = []
+            for chunk in found:
+                paths += [one["path"] for one in chunk]
+                if len(paths) >= most:
+                    break
+            return paths
+
     def sizes(self, folder: str) -> dict[str, int]:
         """Bytes of the objects right below a folder, by their names in it."""
         found = self.objects(folder)

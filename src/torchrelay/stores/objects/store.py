@@ -15,10 +15,12 @@ import re
 from contextlib import suppress
 from datetime import datetime, timezone
 from itertools import compress
+from pathlib import PurePosixPath
 
 from torchrelay.errors import UsageError
 from torchrelay.memory.crew import Crew
 from torchrelay.steps import MAX_STEP
+from torchrelay.stores.lookalikes import MOST, explain
 from torchrelay.stores.objects.bucket import Bucket, ObjectInfo
 from torchrelay.stores.objects.draft import CONCURRENCY, ObjectDraft, folder_of, remove_own
 from torchrelay.stores.objects.step import TOKEN, ObjectStep, committed_at, manifest_path
@@ -73,6 +75,12 @@ class ObjectStore:
         """All objects of steps and drafts. Names of other objects that the library cannot list
         mostly come before those."""
         return self._bucket.objects(after="step-")
+
+    def lookalike(self) -> str:
+        # Data without a record are those of a save that did not end, as far as anyone can tell.
+        paths = [path for path in self._bucket.some(MOST) if not _DATA.fullmatch(path)]
+        folders = {f"{above}/" for path in paths for above in map(str, PurePosixPath(path).parents)}
+        return explain(self.url, [*paths, *sorted(folders - {"./"})])
 
     def open(self, step: int, patience: Retry = ONCE) -> ObjectStep:
         return ObjectStep(self._bucket, self._crew, step, patience)
