@@ -15,9 +15,10 @@ from torch import nn
 
 import torchrelay as tr
 from tests.support.framework_jobs import Losses, check_exact_resume, losses_of, run_job
-from torchrelay.errors import CheckpointError, UsageError
+from torchrelay.errors import CheckpointError, MismatchError, UsageError
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+import safetensors.torch as safetensors  # noqa: E402
 
 from tests.integrations import trainer_job as job  # noqa: E402
 from torchrelay.integrations.transformers import RelayCallback  # noqa: E402
@@ -154,6 +155,49 @@ def test_the_model_opens_with_from_pretrained(tmp_path: Path) -> None:
     ours, theirs = trainer.model.state_dict(), opened.state_dict()
     assert set(ours) == set(theirs)
     assert all(torch.equal(ours[key], theirs[key]) for key in ours)
+
+
+def test_a_model_whose_weights_have_other_names_in_files(tmp_path: Path) -> None:
+    """transformers 5 merges the experts of a layer when it loads them; files have each alone."""
+    torch.manual_seed(1)
+    config = transformers.MixtralConfig(
+        vocab_size=64,
+        hidden_size=16,
+        intermediate_size=16,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        num_local_experts=2,
+        tie_word_embeddings=True,
+    )
+    trainer, relay = trained(tmp_path, "x", model=transformers.MixtralForCausalLM(config))
+    relay.export(tmp_path / "model")
+    trainer.model.save_pretrained(tmp_path / "own")
+    ours, theirs = (
+        safetensors.load_file(tmp_path / name / "model.safetensors") for name in ("model", "own")
+    )
+    assert set(ours) == set(theirs)
+    assert all(torch.equal(ours[key], theirs[key]) for key in ours)
+
+
+def test_an_export_is_whole_or_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    trainer, relay = trained(tmp_path, "x")
+    steps = sorted(one.name for one in tmp_path.iterdir())
+
+    def fail(*_: Any, **__: Any) -> None:
+        raise OSError(28, "no space left")
+
+    with monkeypatch.context() as broken:
+        broken.setattr("torchrelay.stores.local.files.Files.rename", fail)
+        with pytest.raises(CheckpointError, match="no space left"):
+            relay.export(tmp_path / "model")
+    assert sorted(one.name for one in tmp_path.iterdir()) == steps
+    relay.export(tmp_path / "model")
+    with pytest.raises(UsageError, match="exists"):
+        relay.export(tmp_path / "model")
+    trainer.model.add_module("more", nn.Linear(2, 2))
+    with pytest.raises(MismatchError, match="different weights"):
+        relay.export(tmp_path / "other")
 
 
 class Plain(nn.Module):

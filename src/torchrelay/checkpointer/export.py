@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import threading
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 import torch
@@ -87,6 +87,7 @@ def _flat(model: object) -> dict[str, torch.Tensor]:
     """The tensors of a model by name, each once: a tied one under its first name."""
     if not isinstance(model, Mapping):
         raise MismatchError("a model is exported from a dict of tensors: name its key")
+    _check_whole(model)
     found: dict[str, torch.Tensor] = {}
     seen: set[tuple[int, torch.Size, tuple[int, ...]]] = set()
     for name, value in model.items():
@@ -102,6 +103,21 @@ def _flat(model: object) -> dict[str, torch.Tensor]:
         seen.add(key)
         found[str(name)] = tensor
     return found
+
+
+def _check_whole(names: Iterable[object]) -> None:
+    """Refuse a model with adapters of PEFT: its names are those of no model, so a loader would
+    begin with new weights."""
+    texts = [name for name in names if isinstance(name, str)]
+    wrapped = any(".base_layer." in name for name in texts)
+    for name in texts:
+        if name.startswith("base_model.model.") or (wrapped and ".lora_" in name):
+            raise MismatchError(
+                "the step holds a model with adapters of PEFT, not one that loaders know: load it "
+                "and pass it to PEFT's save_pretrained(target, state_dict=...), or use "
+                "RelayCallback.export",
+                path=name,
+            )
 
 
 class _TemporaryDirectory:

@@ -20,6 +20,7 @@ from torchrelay.checkpointer.front import Checkpointer
 from torchrelay.checkpointer.keep import Keep
 from torchrelay.errors import UsageError
 from torchrelay.integrations.extras import extra
+from torchrelay.integrations.pretrained import is_pretrained, write_pretrained
 from torchrelay.integrations.random_state import RandomState
 from torchrelay.integrations.resume import step_to_resume
 
@@ -55,6 +56,7 @@ class RelayCallback(TrainerCallback):  # type: ignore[misc, unused-ignore]
             raise UsageError(f"every is a positive number of steps, not {every}")
         self._root, self._every, self._on_error = root, every, on_error
         self._options = {"keep": keep, **options}
+        self._timeout = options.get("timeout", 1800.0)
         self._checkpointer: Checkpointer | None = None
         self._directory: tempfile.TemporaryDirectory[str] | None = None
         self._resumed: int | None = None  # the step that training continues from
@@ -90,10 +92,16 @@ class RelayCallback(TrainerCallback):  # type: ignore[misc, unused-ignore]
         return str(folder)
 
     def export(self, target: str | os.PathLike[str], *, step: int | None = None) -> None:
-        """Write the model of a step (the newest, by default) as `from_pretrained` opens it. One
-        process does it."""
-        self.checkpointer.export_hf(target, step=step)
-        if (config := getattr(self._model, "config", None)) is not None:
+        """Write the model of a step (the newest, by default) to a new directory, as its
+        `from_pretrained` opens it: of a PEFT model the adapters. One process does it."""
+        model = self._model
+        with Checkpointer(self._root, group=False, read_only=True, timeout=self._timeout) as steps:
+            if is_pretrained(model):
+                weights = steps.load(step=step, key="model", device="cpu").state
+                write_pretrained(model, weights, target)
+                return
+            steps.export_hf(target, step=step)
+        if (config := getattr(model, "config", None)) is not None:
             config.save_pretrained(target)
 
     def log_stalls(self, trainer: Any) -> None:
