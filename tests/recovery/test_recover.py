@@ -131,14 +131,34 @@ def test_memory_is_nearer_than_a_disk(tmp_path: Path) -> None:
     assert "another source is nearer" in str(got.report)
 
 
-def test_what_is_too_old_is_not_taken(tmp_path: Path) -> None:
-    job = Job()
-    saved(tmp_path, job)
-    record = tmp_path / "step-0" / "manifest.json"
-
+def make_old(root: Path, step: int) -> None:
+    record = root / f"step-{step}" / "manifest.json"
     found = decode_at_rest(record.read_bytes())
     origin = msgspec.structs.replace(found.saved, time="2020-01-01T00:00:00Z")
     record.write_bytes(encode_at_rest(msgspec.structs.replace(found, origin=origin)))
+
+
+def test_a_lower_step_that_is_fresh_is_taken(tmp_path: Path) -> None:
+    """It was saved again after the higher ones, with overwrite=True."""
+    job = Job()
+    for _ in range(5):
+        saved(tmp_path, job)
+        job.train(1)
+    for step in (4, 3, 2, 0):
+        make_old(tmp_path, step)
+    got = tr.recover(into=Job().state(), sources=[tmp_path], max_age=600, timeout=60)
+    assert got.step == 1
+    text = str(got.report)
+    assert "step 4 was passed over" in text and "2 other steps are too old" in text, text
+    make_old(tmp_path, 1)
+    with pytest.raises(tr.errors.RecoveryError, match="4 other steps are too old"):
+        tr.recover(sources=[tmp_path], max_age=600, timeout=60)
+
+
+def test_what_is_too_old_is_not_taken(tmp_path: Path) -> None:
+    job = Job()
+    saved(tmp_path, job)
+    make_old(tmp_path, 0)
     with pytest.raises(tr.errors.RecoveryError, match="max_age is 60 s"):
         tr.recover(sources=[tmp_path], max_age=60, timeout=60)
     assert tr.recover(sources=[tmp_path], timeout=60).step == 0

@@ -35,6 +35,7 @@ class Candidates:
         self._steps: list[list[int]] = [[] for _ in sources]
         self._newest: list[int | None] = [None] * len(sources)
         self._reasons: list[list[str]] = [[] for _ in sources]
+        self._stale = [0] * len(sources)  # steps of each that are too old
         self.empty = True  # whether every source could be asked, and has no step
         self._given: MendedStep | None = None  # the step that was opened last
 
@@ -103,13 +104,18 @@ class Candidates:
             )
 
     def pass_over(self, step: int, fault: RelayError) -> None:
-        """This rank could not take a step from where it tried to. Where that took too long, is too
-        old or does not fit, the source is not asked for its other steps."""
+        """This rank could not take a step from where it tried to. Where that took too long or does
+        not fit, the source is not asked for its other steps. A lower step may be the younger one:
+        it was saved again."""
         place = self._places(step)[0]
-        if isinstance(fault, (TooOldError, MismatchError, TimeoutError)):
+        if isinstance(fault, (MismatchError, TimeoutError)):
             self._steps[place] = []
         else:
             self._steps[place].remove(step)
+        if isinstance(fault, TooOldError):
+            self._stale[place] += 1
+            if self._stale[place] > 1:  # one line is enough for many
+                return
         verb = "does not fit" if isinstance(fault, MismatchError) else "was passed over"
         self._reasons[place].append(f"step {step} {verb}: {fault.message}")
 
@@ -128,6 +134,8 @@ class Candidates:
         found = []
         for place, source in enumerate(self._sources):
             reasons = list(self._reasons[place])
+            if (more := self._stale[place] - 1) > 0:
+                reasons.append(f"{more} other {'step is' if more == 1 else 'steps are'} too old")
             if taken is not None:
                 reasons.extend(self._outcome(place, taken, chosen == place))
             elif self._steps[place]:
