@@ -13,6 +13,8 @@ import torch
 from torchrelay.errors import CheckpointError, MismatchError, UsageError
 from torchrelay.memory.bounded import bounded
 from torchrelay.state import tensors as t
+from torchrelay.state.backing import with_memory
+from torchrelay.state.paths import naming
 from torchrelay.stores.local.draft import LocalSink
 from torchrelay.stores.local.files import Files
 from torchrelay.stores.local.handles import Handles
@@ -96,7 +98,8 @@ def _flat(model: object) -> dict[str, torch.Tensor]:
                 "not a plain tensor: a model is exported from a flat dict of tensors",
                 path=str(name),
             )
-        tensor = value.detach().resolve_conj().resolve_neg()
+        with naming((name,)):
+            tensor = with_memory(value.detach()).resolve_conj().resolve_neg()
         key = (tensor.data_ptr(), tensor.shape, tensor.stride())
         if tensor.numel() and key in seen:
             continue

@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import keystr, tree_flatten_with_path
 
 from torchrelay.errors import UnsupportedLeafError
+from torchrelay.state.backing import with_memory
 
 try:
     from torch.distributed.checkpoint._pg_transport import (
@@ -85,7 +86,11 @@ def _prepare(tensor: torch.Tensor, path: str | None) -> tuple[torch.Tensor, _Ten
     if reason is not None:
         raise UnsupportedLeafError(f"torch's PGTransport protocol cannot carry {reason}", path=path)
     # Conjugation and negation are flags of the view: the protocol has no field for either.
-    tensor = tensor.detach().resolve_conj().resolve_neg()
+    try:
+        tensor = with_memory(tensor.detach()).resolve_conj().resolve_neg()
+    except UnsupportedLeafError as fault:
+        fault.path = path
+        raise
     return (
         _cast_tensor(tensor, torch.uint8),
         _TensorMeta(

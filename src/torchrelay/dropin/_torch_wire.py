@@ -28,6 +28,7 @@ from torchrelay.dropin._torch_records import (
 )
 from torchrelay.errors import MismatchError, RelayError, RemoteProtocolError, UnsupportedLeafError
 from torchrelay.geometry.strides import extent
+from torchrelay.state.backing import missing_memory
 
 LENGTH_TAG = 1
 RECORD_TAG = 2
@@ -205,6 +206,8 @@ def _misfit(part: _TensorMeta, target: torch.Tensor) -> str | None:
         return "its elements share memory (an expanded tensor)"
     if target.is_inference() and not torch.is_inference_mode_enabled():
         return "it is an inference tensor, which cannot be written outside inference mode"
+    if (why := missing_memory(target)) is not None:
+        return f"it cannot be written: {why}"
     if part.dtype != target.dtype:
         return f"its dtype is {target.dtype}, and {part.dtype} was sent"
     if part.shape != target.shape:

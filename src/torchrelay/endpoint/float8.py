@@ -19,6 +19,7 @@ import torch
 
 from torchrelay.errors import UnsupportedLeafError, UsageError
 from torchrelay.state import tensors as t
+from torchrelay.state.backing import with_memory
 from torchrelay.state.objects import flatten_objects
 from torchrelay.state.tree import unflatten
 
@@ -30,9 +31,12 @@ _SMALLEST_SCALE = torch.finfo(torch.float32).tiny  # so that blocks of zeros can
 
 def quantize(tensor: torch.Tensor, block: int) -> tuple[torch.Tensor, torch.Tensor]:
     """The values and scales of a tensor; blocks are runs of `block` elements of its last dimension,
-    the last one the rest. `UsageError` if it holds a number that is not finite."""
+    the last one the rest. `UsageError` if it holds a number that is not finite,
+    `UnsupportedLeafError` if its memory has been freed."""
     size = tensor.shape[-1]
     blocks = -(-size // block)
+    if t.is_plain(tensor):
+        tensor = with_memory(tensor.detach())
     exact = tensor.detach().to(torch.float32)
     padded = torch.nn.functional.pad(exact, (0, blocks * block - size))
     grouped = padded.view(*tensor.shape[:-1], blocks, block)

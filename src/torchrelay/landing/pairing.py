@@ -22,6 +22,7 @@ from torchrelay.plan.selection import Selection
 from torchrelay.plan.sharded import PlainLayout
 from torchrelay.record import manifest as m
 from torchrelay.state import tensors as t
+from torchrelay.state.backing import missing_memory
 from torchrelay.state.hints import with_hints
 from torchrelay.state.matching import (
     Comparison,
@@ -168,6 +169,10 @@ def _add_objects(pairing: Pairing, options: LandingOptions) -> None:
             ):
                 pairing.filled.append((index, path, here[path]))
             elif isinstance(mine, torch.Tensor):
+                if t.is_plain(mine) and (why := missing_memory(mine)) is not None:
+                    raise MismatchError(
+                        f"the destination cannot be written: {why}", path=show(path)
+                    )
                 fits = isinstance(held.object, torch.optim.Optimizer)
                 pairing.given.append(GivenLeaf(index, path, mine, fits))
             else:

@@ -28,6 +28,7 @@ from torchrelay.record import manifest as m
 from torchrelay.record.checks.leaves import QUANTIZED
 from torchrelay.record.kinds import KindTable
 from torchrelay.record.schema import ImageKind, LeafKind
+from torchrelay.state.backing import with_memory
 from torchrelay.state.leaves import describe
 from torchrelay.state.paths import LeafPaths, Path, naming
 from torchrelay.state.tensors import (
@@ -37,7 +38,6 @@ from torchrelay.state.tensors import (
     byte_offset,
     flags_of,
     flat_bytes,
-    has_memory,
 )
 
 _STORED = {
@@ -161,8 +161,7 @@ class OddLeaves:
         else:
             if tensor.is_contiguous():
                 strides = contiguous_strides(shape)  # torch lets those of size-1 dimensions be any
-            if not has_memory(tensor):
-                raise UnsupportedLeafError("its memory has been freed: its storage is too small")
+            tensor = with_memory(tensor)
             low = tensor.data_ptr()
             origin = low - byte_offset(tensor)
         key = (device.type, -1 - ticket if apart else device.index or 0, origin)

@@ -23,13 +23,15 @@ from torchrelay.geometry.boxes import Numbers
 from torchrelay.geometry.runs import Column
 from torchrelay.record import manifest as m
 from torchrelay.record.rows import Marks
-from torchrelay.state.tensors import NAMES, Like, blocks, has_memory, versions_of
+from torchrelay.state.backing import missing_memory
+from torchrelay.state.tensors import NAMES, Like, blocks, versions_of
 
 _Tensor = torch.Tensor
-_LOWEST = 1 << 36  # addresses below may be offsets in storages that were freed
 _TYPES = frozenset((torch.Tensor, torch.nn.Parameter))
 _data_ptr = _Tensor.data_ptr
 _storage_offset: Any = _Tensor.storage_offset
+_storage: Any = _Tensor.untyped_storage
+_storage_bytes: Any = torch.UntypedStorage.nbytes
 
 
 class TensorKind(NamedTuple):
@@ -56,8 +58,8 @@ class PlainTensors:
     kinds: list[TensorKind]
     kind_of: Numbers  # each tensor's kind, by number
     addresses: Column
-    offsets: Column  # in their storages, in elements; none if they were not asked for
-    versions: list[int]  # how often each was written to, as autograd counts; the same
+    offsets: Column  # in their storages, in elements
+    versions: list[int]  # how often each was written to, as autograd counts; none if not asked for
 
     def __len__(self) -> int:
         return len(self.addresses)
@@ -93,27 +95,26 @@ class PlainTensors:
         return leaves if len(self) == self.count else [leaves[n] for n in self.leaves.tolist()]
 
     def lie_in_place(self, tensors: Sequence[Any]) -> bool:
-        """Whether the tensors, which are those looked at or like them, lie where they did."""
-        now: list[int] = list(map(_data_ptr, tensors))
-        return now == list(self.addresses.tolist())
+        """Whether the tensors, which are those looked at or like them, lie where they did, and
+        their storages have all of them."""
+        now, at, held = _memory_of(tensors)
+        same = now == list(self.addresses.tolist())
+        return same and _reach(self.kinds, self.kind_of, now, at, held)
 
     def some(self, keep: Marks) -> PlainTensors:
         """Only the tensors that are marked in `keep`."""
         columns = (self.leaves[keep], self.kinds, self.kind_of[keep], self.addresses[keep])
-        if not len(self.offsets):
-            return PlainTensors(self.count, *columns, self.offsets, self.versions)
-        return PlainTensors(
-            self.count, *columns, self.offsets[keep], [*compress(self.versions, keep)]
-        )
+        versions = [*compress(self.versions, keep)] if self.versions else []
+        return PlainTensors(self.count, *columns, self.offsets[keep], versions)
 
 
 def find_plain(leaves: Sequence[object], *, sent: bool = True) -> PlainTensors:
     """Find the plain tensors among leaves, all of them different objects.
 
     Memory that torch cannot show never passes: asked for the address of a sparse, functional or
-    functorch-wrapped tensor, or for the shape of a nested one, torch raises or says 0. Tensors that
-    are not `sent` are not asked where in their storages they lie, nor how often they were written
-    to, and `origins` is of no use.
+    functorch-wrapped tensor, or for the shape of a nested one, torch raises or says 0. Nor does a
+    tensor that its storage does not hold all of. Tensors that are not `sent` are not asked how
+    often they were written to.
     """
     is_plain = np.ones(len(leaves), bool)
     tensors: Any = leaves
@@ -128,20 +129,20 @@ def find_plain(leaves: Sequence[object], *, sent: bool = True) -> PlainTensors:
     for some in blocks(tensors):
         kept: Sequence[Any] = some
         try:
-            where = list(map(_data_ptr, some))
-            low = min(where)
-            freed = low < _LOWEST and _has_freed(some, where)
-            found = None if not low or freed else kinds.of_block(some)
+            where, at, held = _memory_of(some)
+            found = kinds.of_block(some) if min(where) else None
+            if found is not None and not _reach(kinds.found, found, where, at, held):
+                found = None
         except RuntimeError:  # there is a tensor that does not show its memory
             found = None
         if found is None:
             found = np.array([*map(kinds.of_one, some)], np.int64)
             kept = [*compress(some, found >= 0)]
-            where = list(map(_data_ptr, kept))
+            where, at, _ = _memory_of(kept)
         numbers.append(found)
         addresses += where
+        starts.append(at)
         if sent:
-            starts.append(np.fromiter(map(_storage_offset, kept), np.uint64, len(kept)))
             versions += versions_of(kept)
     kind_of = np.concatenate(numbers)
     is_plain[is_plain] = kind_of >= 0
@@ -156,10 +157,27 @@ def find_plain(leaves: Sequence[object], *, sent: bool = True) -> PlainTensors:
     )
 
 
-def _has_freed(some: Sequence[Any], addresses: Sequence[int]) -> bool:
-    """Whether a storage was freed: then an address is no more than the offset there."""
-    rows = zip(some, map(_storage_offset, some), addresses, strict=True)
-    return any(at and address == at * one.element_size() for one, at, address in rows)
+def _memory_of(some: Sequence[Any]) -> tuple[list[int], Column, Column]:
+    """The address of each tensor, its offset in its storage in elements, and the bytes of that."""
+    where = list(map(_data_ptr, some))
+    at = np.fromiter(map(_storage_offset, some), np.uint64, len(some))
+    return where, at, np.fromiter(map(_storage_bytes, map(_storage, some)), np.uint64, len(some))
+
+
+def _reach(
+    kinds: Sequence[TensorKind],
+    numbers: Numbers,
+    where: Sequence[int],
+    at: Column,
+    held: Column,
+) -> bool:
+    """Whether storages, which have an address and `held` bytes each, have all elements of the
+    tensors of these kinds."""
+    facts = np.array([(kind.itemsize, kind.nbytes) for kind in kinds], np.uint64).reshape(-1, 2)
+    sizes, nbytes = facts[numbers].T
+    begin: Column = at * sizes
+    low: Column = np.array(where, np.uint64)
+    return bool((begin + nbytes <= held).all() and (low != begin).all())
 
 
 class _KindNumbers:
@@ -204,7 +222,7 @@ class _KindNumbers:
         try:
             if not tensor.data_ptr() or not isinstance(tensor.size(), tuple):
                 return -1
-            if not has_memory(tensor):
+            if missing_memory(tensor) is not None:
                 return -1
         except RuntimeError:
             return -1

@@ -23,6 +23,7 @@ from torchrelay.record import manifest as m
 from torchrelay.record.kinds import KindTable
 from torchrelay.record.schema import BoxSharding, ImageKind, LeafKind, MeshSharding
 from torchrelay.state import tensors as t
+from torchrelay.state.backing import check_memory
 from torchrelay.state.meshes import mesh_record
 from torchrelay.state.paths import Path, show
 from torchrelay.state.tree import Flat
@@ -122,13 +123,18 @@ class ShardedLeaves:
         if isinstance(tensor, t.ShardedTensor):
             locals_, boxes, all_boxes, _ = t.sharded_parts(tensor)
             kind, local = kind_of_sharded(tensor), local_of(tensor)
-            if not self._wholes:
+            if self._wholes:
+                for one in locals_:
+                    _check_local(one)
+            else:
                 if len(locals_) != 1 or boxes[0] not in all_boxes:
                     return
                 kind = kind._replace(box=(boxes[0].offsets, boxes[0].sizes))
             key = _encode(kind)
         else:
             local, spec = t.dtensor_parts(tensor)
+            if self._wholes:
+                _check_local(local)
             key = (spec, tensor.requires_grad, t.is_parameter(tensor))
             kind = None if key in self._known else self._kind_of_dtensor(tensor, spec)
         number = self._known.get(key)
@@ -162,6 +168,13 @@ class ShardedLeaves:
         assert kind.mesh is not None
         box = local_box(kind.shape, kind.mesh.shape, tuple(coordinate), kind.placements)
         return None if box is None else kind._replace(box=box, coordinate=tuple(coordinate))
+
+
+def _check_local(local: torch.Tensor) -> None:
+    """Raise `UnsupportedLeafError` for a part here that has no memory, which is found by its whole
+    when it is read."""
+    if t.is_plain(local):
+        check_memory(local)
 
 
 def local_of(leaf: Any) -> torch.Tensor | None:

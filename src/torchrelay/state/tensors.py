@@ -23,7 +23,7 @@ from torch.distributed._shard.sharded_tensor.shard import Shard as _Shard
 from torch.distributed.device_mesh import DeviceMesh
 
 from torchrelay.errors import UnsupportedLeafError
-from torchrelay.geometry.strides import contiguous_strides, extent
+from torchrelay.geometry.strides import contiguous_strides
 from torchrelay.record import manifest as m
 from torchrelay.record.dtypes import ITEM_SIZES
 from torchrelay.state.meshes import described_mesh
@@ -94,14 +94,6 @@ def has_context(device: int) -> bool:
     """Whether this process has set up a GPU: doing so takes half a gigabyte of its memory."""
     ask = getattr(torch._C, "_cuda_hasPrimaryContext", None)
     return ask is None or bool(ask(device))
-
-
-def has_memory(tensor: torch.Tensor) -> bool:
-    """Whether a strided tensor's storage has all of its elements. One that was freed has none."""
-    if tensor.is_meta or not tensor.numel():
-        return True
-    end = byte_offset(tensor) + extent(tensor.shape, tensor.stride()) * tensor.element_size()
-    return end <= tensor.untyped_storage().nbytes()
 
 
 def byte_offset(tensor: torch.Tensor) -> int:

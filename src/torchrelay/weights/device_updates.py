@@ -17,6 +17,7 @@ from torchrelay.geometry.runs import Column, Moves
 from torchrelay.memory.gpu import kernels
 from torchrelay.memory.gpu.side import on_side_stream
 from torchrelay.sources.device_source import DeviceLentStep, LentDevice
+from torchrelay.state.backing import missing_memory
 
 Fingerprint = list[tuple[int, int, int, torch.dtype]]
 
@@ -117,7 +118,8 @@ def _tensors_on_gpu(into: object) -> Iterator[torch.Tensor]:
         one = todo.pop()
         if isinstance(one, torch.Tensor):
             plain = type(one) in (torch.Tensor, torch.nn.Parameter)
-            if not (plain and one.is_cuda and one.is_contiguous()):
+            whole = plain and one.is_cuda and one.is_contiguous()
+            if not whole or missing_memory(one) is not None:
                 raise TypeError(type(one))
             yield one
         elif isinstance(one, dict):

@@ -14,6 +14,7 @@ from torchrelay.record import manifest as m
 from torchrelay.record.dtypes import dtype_from_text
 from torchrelay.record.values import decode_value
 from torchrelay.state import tensors as t
+from torchrelay.state.backing import missing_memory
 from torchrelay.state.hints import (
     CUT_OTHERWISE,
     SHARDED_TO_WHOLE,
@@ -62,8 +63,8 @@ def fit(leaf: m.Leaf, into: object, path: Path) -> Iterator[Fit | ArrayFit]:
                 _differ("kind", "a plain value", _kind(into))
         elif isinstance(into, torch.Tensor):
             for pair in _fit_tensor(leaf, into):
-                if not t.has_memory(pair.destination):
-                    raise MismatchError("the destination's memory has been freed")
+                if (why := missing_memory(pair.destination)) is not None:
+                    raise MismatchError(f"the destination cannot be written: {why}")
                 yield pair
         else:
             _differ("kind", "a tensor", _kind(into))

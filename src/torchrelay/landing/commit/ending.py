@@ -34,6 +34,7 @@ from torchrelay.record import manifest as m
 from torchrelay.record.rows import LeafRows, Marks
 from torchrelay.record.schema import Record
 from torchrelay.state import tensors as t
+from torchrelay.state.backing import missing_memory
 from torchrelay.state.leaves import build
 from torchrelay.state.matching import Pair
 from torchrelay.state.paths import LeafPaths
@@ -264,7 +265,8 @@ class StateLanding(Landing):
             return
         table, tensors = self._fitting.table, self._fitting.tensors
         for leaf, address in zip(table.leaf.tolist(), table.address.tolist(), strict=True):
-            if tensors[leaf].data_ptr() != address:
+            tensor = tensors[leaf]
+            if tensor.data_ptr() != address or missing_memory(tensor) is not None:
                 paths = LeafPaths(self._into.flat.tree)
                 raise MismatchError(
                     "load_state_dict of an object gave this tensor other memory: leave one of the "

@@ -22,6 +22,7 @@ from torchrelay.geometry.strides import (
 from torchrelay.plan.region import Region
 from torchrelay.record.manifest import PARAMETER, REQUIRES_GRAD
 from torchrelay.state import tensors as t
+from torchrelay.state.backing import with_memory
 
 Geometry = tuple[object, ...]
 
@@ -76,6 +77,12 @@ class StandIns:
             local = t.dtensor_parts(leaf)[0] if t.is_dtensor(leaf) else leaf
             is_cast = leaf.is_floating_point() and leaf.dtype is not self.dtype
             if t.is_plain(local):
+                if is_cast:
+                    try:
+                        local = with_memory(local)
+                    except UnsupportedLeafError as fault:
+                        fault.path = path_of(number)
+                        raise
                 if local.numel() and not local.is_meta:
                     shape, strides = tuple(local.shape), local.stride()
                     low = t.byte_offset(local)

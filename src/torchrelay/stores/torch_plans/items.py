@@ -29,6 +29,7 @@ from torchrelay.landing.packed import pack, unpack
 from torchrelay.plan.at_rest import describe
 from torchrelay.plan.stored import StoredTensor
 from torchrelay.state import tensors as t
+from torchrelay.state.backing import missing_memory, with_memory
 from torchrelay.stores.reading.box_reads import BoxRead
 from torchrelay.stores.shares.layout import Entry
 from torchrelay.stores.torch_plans.flattened import ValueTree
@@ -67,7 +68,11 @@ def resolve_items(
         data = planner.resolve_data(item)
         assert isinstance(data, torch.Tensor) and item.tensor_data is not None
         chunk = item.tensor_data.chunk
-        local = data.detach()
+        try:
+            local = with_memory(data.detach())
+        except UnsupportedLeafError as fault:
+            fault.path = name
+            raise
         if tuple(local.shape) != tuple(chunk.sizes):
             raise CheckpointError(
                 f"the planner gave a tensor of shape {tuple(local.shape)} for a box of "
@@ -94,6 +99,8 @@ def asked_for(item: ReadItem, stored: StoredTensor, place: torch.Tensor) -> BoxR
     index = item.storage_index
     wanted = tuple(index.offset or ())
     hinted = () if index.index is None else stored.shards[index.index : index.index + 1]
+    if (why := missing_memory(place)) is not None:
+        raise MismatchError(f"the destination cannot be written: {why}", path=stored.name)
     for shard in (*hinted, *stored.shards):  # the hint says where it probably stands
         if shard.offsets == wanted:
             part = tuple(item.storage_offsets), tuple(item.lengths)

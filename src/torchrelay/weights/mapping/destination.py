@@ -16,6 +16,7 @@ from torchrelay.errors import MismatchError, UsageError
 from torchrelay.geometry.boxes import Box, Comparisons, around, shared, within
 from torchrelay.plan.share.rank_share import PARTIAL
 from torchrelay.state import tensors as t
+from torchrelay.state.backing import missing_memory
 from torchrelay.state.local_parts import LocalPart, boxes_of_whole, cut, local_parts
 from torchrelay.state.objects import InPlaceObject, OfferedTensor, flatten_objects
 from torchrelay.state.paths import dotted
@@ -277,13 +278,21 @@ def _checked_parameter(mine: object) -> torch.Tensor:
     if t.is_dtensor(mine) and any(one.is_partial() for one in mine.placements):
         raise MismatchError(PARTIAL)
     if t.is_distributed(mine):
+        for part in local_parts(mine):
+            _check_written(part.tensor)
         return mine
     plain = mine.detach()  # engines have parameters of their own types
     if not t.is_plain(plain):
         raise MismatchError(f"is of type {type(mine).__name__}, which a mapping cannot fill")
     if plain.is_meta:
         raise MismatchError("is a meta tensor, which has no memory")
+    _check_written(plain)
     return plain
+
+
+def _check_written(memory: torch.Tensor) -> None:
+    if (why := missing_memory(memory)) is not None:
+        raise MismatchError(f"cannot be written: {why}")
 
 
 def _differences(name: str, source: _MappedSource, offered: OfferedTensor | None) -> list[str]:
