@@ -20,6 +20,7 @@ from tests.support.messages import ROUTE_KINDS
 from tests.support.ranks import run_ranks
 from tests.support.ways import VERIFIED, by, elsewhere, every_way, patched, refused
 from torchrelay.progress import Progress
+from torchrelay.transports.resources import Resources
 from torchrelay.transports.routes import choice as routes
 from torchrelay.transports.routes.host import place
 from torchrelay.transports.routes.host.place import Proof
@@ -147,9 +148,12 @@ def test_the_last_route_always_works() -> None:
 def reached(monkeypatch: pytest.MonkeyPatch, **there: Any) -> Any:
     monkeypatch.setattr(place, "here", lambda: HERE)
     facts = MemoryFacts(msgspec.structs.replace(HERE, **{"pid": 42, **there}), 1, 2)
-    talk = types.SimpleNamespace(sender=0, me=1)
+    talk = types.SimpleNamespace(sender=0, me=1, process=b"the sender")
     incoming: Any = types.SimpleNamespace(
-        conversation=talk, offer=Offer(b"", bytes(16)), nonce=b"n" * NONCE_BYTES
+        conversation=talk,
+        offer=Offer(b"", bytes(16)),
+        nonce=b"n" * NONCE_BYTES,
+        member=types.SimpleNamespace(resources=Resources()),
     )
     return reach(facts, incoming)
 

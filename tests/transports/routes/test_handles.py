@@ -19,7 +19,7 @@ from torchrelay.transports.routes.cuda.handles import (
     Openings,
 )
 
-SENDER, ANOTHER = 0, 1
+SENDER, ANOTHER = b"one process", b"another"
 
 
 class Driver:
@@ -94,6 +94,25 @@ def test_senders_do_not_close_each_others_memory(driver: Driver) -> None:
         assert driver.ids == [1, 1]
     with openings.borrowed(SENDER, memory(2), 8):
         assert driver.ids == [1, 2]
+
+
+def test_memory_of_a_process_that_has_ended_is_closed(driver: Driver) -> None:
+    """Its successor has other memory by the same ids."""
+    openings = Openings()
+    with openings.borrowed(SENDER, memory(1), 8) as found:
+        before = found[0].addresses.tolist()
+    with openings.borrowed(ANOTHER, memory(1), 8) as found:
+        assert found[0].addresses.tolist() != before
+    openings.forget(SENDER)
+    assert driver.ids == [1] and before[0] not in driver.open
+
+
+def test_memory_that_is_read_when_its_process_ends_is_closed_after_that(driver: Driver) -> None:
+    openings = Openings()
+    with openings.borrowed(SENDER, memory(1), 8):
+        openings.forget(SENDER)
+        assert driver.ids == [1]
+    assert driver.ids == []
 
 
 def test_an_opening_that_fails_leaves_none_behind(driver: Driver) -> None:

@@ -40,6 +40,13 @@ class Conversation:
         self._overtime: Deadline | None = None
         self._connection = node.connect(sender, me, self.inbox, deadline)
 
+    @property
+    def process(self) -> bytes:
+        """The process that the sender is, by an id that no other one ever has: the handshake has
+        shown it."""
+        assert self._connection.identity is not None
+        return self._connection.identity.node
+
     def send(self, message: Message) -> None:
         self._connection.send(message)
 

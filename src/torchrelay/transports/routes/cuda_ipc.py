@@ -5,8 +5,6 @@ Bytes that are not in GPU memory at both ends come as on route "memory".
 
 from __future__ import annotations
 
-from contextlib import ExitStack
-
 import msgspec
 import torch
 
@@ -68,14 +66,13 @@ class CudaFetch(MemoryFetch):
     def __init__(self, incoming: r.Incoming, reachable: Reachable) -> None:
         super().__init__(incoming, reachable)
         self._digests = self.verified = incoming.offer.verify
-        self._open = ExitStack()  # the sender's memory
         self._opened: Sources = {}
 
     def _plan(self, table: MemoryTable) -> None:
         openings = self._incoming.member.resources.of(Openings)
         theirs = Exported(table.exports, table.device)
         try:
-            opening = openings.borrowed(self._talk.sender, theirs, self._chunks.stream_bytes)
+            opening = openings.borrowed(self._talk.process, theirs, self._chunks.stream_bytes)
             self._opened = self._open.enter_context(opening)
         except CudaError as fault:
             raise self._wrong(str(fault)) from fault
@@ -122,10 +119,6 @@ class CudaFetch(MemoryFetch):
         made = kernels.digests_of(sources, starts, lengths, device, to)
         self._mine.update(zip(chunks, made, strict=True))
         return True
-
-    def close(self) -> None:
-        super().close()
-        self._open.close()
 
 
 def _fetch(facts: bytes, incoming: r.Incoming) -> CudaFetch | r.Unavailable:

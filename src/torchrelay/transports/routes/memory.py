@@ -8,6 +8,7 @@ buffers, as it asks for them.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from contextlib import ExitStack
 from functools import partial
 from typing import Annotated, NamedTuple
 
@@ -154,9 +155,12 @@ class Reachable(NamedTuple):
 def reach(facts: MemoryFacts, incoming: r.Incoming) -> Reachable | r.Unavailable:
     """Find out whether the sender's process is on this machine, and can be read."""
     talk = incoming.conversation
+    apart = place.apart(place.here(), facts.place)
+    if apart:
+        return r.Unavailable(apart)
+    incoming.member.resources.watch(talk.process, facts.process.pid)
     claim = place.claim(incoming.nonce, talk.sender, talk.me, incoming.offer.transfer)
-    why = place.apart(place.here(), facts.place) or place.cannot_open(facts.process, claim)
-    if why:
+    if why := place.cannot_open(facts.process, claim):
         return r.Unavailable(why)
     return Reachable(facts, not place.cannot_read(facts.process, claim))
 
@@ -184,6 +188,7 @@ class MemoryFetch(ReadingFetch):
         self._facts, self._reads = reachable
         self._places = self.landing.places
         self._rings = incoming.member.resources.of(MappedRings)
+        self._open = ExitStack()  # memory of the sender that is used by this transfer
         self._ring: MappedRing | None = None
         self._slots, _ = slots_for(self._chunks.sizes)
         self._unfilled: list[int] = []  # chunks to ask for
@@ -261,7 +266,9 @@ class MemoryFetch(ReadingFetch):
         super().close()
         ring, self._ring = self._ring, None
         if ring is not None:
-            self._rings.give(self._talk.sender, ring)
+            self._rings.give(self._talk.process, ring)
+        self._open.close()
+        self._incoming.member.resources.settle(self._talk.process)
 
     # Straight from the sender's memory
 
@@ -329,12 +336,12 @@ class MemoryFetch(ReadingFetch):
         fits = record.slots >= self._slots and record.slot_bytes >= largest
         if self._ring is not None or not self._asked or not fits:
             raise self._wrong("a second ring, or one that does not hold the chunks")
-        sender, process = self._talk.sender, self._facts.process
+        process = self._facts.process
         try:
-            self._ring = self._rings.take(sender, process, record, pinned=in_use())
+            self._ring = self._rings.take(self._talk.process, process, record, pinned=in_use())
         except OSError as fault:
             raise PeerLostError(
-                f"the sender's buffers cannot be mapped: {fault}", rank=sender
+                f"the sender's buffers cannot be mapped: {fault}", rank=self._talk.sender
             ) from fault
 
     def _take_slot(self, filled: Fill) -> ReadDone:

@@ -28,6 +28,7 @@ from msgspec import Meta
 
 from torchrelay.geometry.runs import Runs, moves
 from torchrelay.memory.gpu.kernels import CudaError, brief_driver, check, device_at, driver
+from torchrelay.transports.resources import Resource
 from torchrelay.transports.routes.host import place
 from torchrelay.transports.wire.messages import Name, Serial
 
@@ -97,7 +98,7 @@ class Exported(NamedTuple):
     device: bytes
 
 
-class Exports:
+class Exports(Resource):
     """The sender's end: allocations that were exported. Threads may share it."""
 
     def __init__(self) -> None:
@@ -166,17 +167,20 @@ class Opening(NamedTuple):
     nbytes: int
 
 
-class Openings:
+_Key = tuple[bytes, int]  # the sender's process, and the export's id
+
+
+class Openings(Resource):
     """The receiver's end: allocations of senders that are open here. Threads may share it."""
 
     def __init__(self) -> None:
-        self._open: dict[tuple[int, int], Opening] = {}  # by the sender's rank and the export's id
-        self._readers: Counter[tuple[int, int]] = Counter()  # transfers that read from each
-        self._newest: dict[int, list[tuple[int, int]]] = {}  # by rank, of its newest state
+        self._open: dict[_Key, Opening] = {}
+        self._readers: Counter[_Key] = Counter()  # transfers that read from each
+        self._newest: dict[bytes, list[_Key]] = {}  # by process, of its newest state
         self._lock = threading.Lock()
 
     @contextmanager
-    def borrowed(self, sender: int, memory: Exported, stream_bytes: int) -> Iterator[Sources]:
+    def borrowed(self, sender: bytes, memory: Exported, stream_bytes: int) -> Iterator[Sources]:
         """Within: the sender's memory is open here. `CudaError` if that fails."""
         keys = [(sender, export.id) for export in memory.exports]
         if len(set(keys)) < len(keys):
@@ -205,6 +209,11 @@ class Openings:
         for key in [key for key in self._open if not self._readers[key] and key not in newest]:
             close_opening(self._open.pop(key))
             del self._readers[key]
+
+    def forget(self, process: bytes) -> None:
+        with self._lock:
+            self._newest.pop(process, None)
+            self._close_unused()
 
     def close(self) -> None:
         with self._lock:

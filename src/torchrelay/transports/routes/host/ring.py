@@ -28,6 +28,7 @@ from torchrelay.memory.gpu.side import in_use, on_side_stream
 from torchrelay.memory.pages import paged
 from torchrelay.memory.pool import cores
 from torchrelay.plan.snapshot import Sendable
+from torchrelay.transports.resources import Resource
 from torchrelay.transports.routes.host.place import Process, open_memfd
 from torchrelay.transports.streams.workers import Workers
 from torchrelay.transports.wire.messages import Chunk, Descriptor, Serial
@@ -66,7 +67,7 @@ def slots_for(sizes: Sequence[int]) -> tuple[int, int]:
     return max(1, min(most, len(sizes))), slot_bytes
 
 
-class SharedRings:
+class SharedRings(Resource):
     """Rings that outlive a transfer: making one takes longer than most transfers."""
 
     def __init__(self) -> None:
@@ -169,15 +170,15 @@ class MappedRing:
         self.close()
 
 
-class MappedRings:
-    """The last mapping of each sender, kept until the sender makes another ring: with a GPU,
-    pinning it takes longer than most transfers."""
+class MappedRings(Resource):
+    """The last mapping of each sender, kept until the sender makes another ring or ends: with a
+    GPU, pinning it takes longer than most transfers."""
 
     def __init__(self) -> None:
-        self._open: dict[int, MappedRing] = {}  # by rank
+        self._open: dict[bytes, MappedRing] = {}  # by the sender's process
         self._lock = threading.Lock()
 
-    def take(self, sender: int, process: Process, record: Ring, *, pinned: bool) -> MappedRing:
+    def take(self, sender: bytes, process: Process, record: Ring, *, pinned: bool) -> MappedRing:
         with self._lock:
             known = self._open.pop(sender, None)
         if known is not None:
@@ -186,12 +187,18 @@ class MappedRings:
             known.close()
         return MappedRing(process, record, pinned=pinned)
 
-    def give(self, sender: int, ring: MappedRing) -> None:
+    def give(self, sender: bytes, ring: MappedRing) -> None:
         with self._lock:
             before = self._open.pop(sender, None)
             self._open[sender] = ring
         if before is not None:
             before.close()
+
+    def forget(self, process: bytes) -> None:
+        with self._lock:
+            known = self._open.pop(process, None)
+        if known is not None:
+            known.close()
 
     def close(self) -> None:
         with self._lock:
