@@ -70,11 +70,13 @@ class ChunkHead(NamedTuple):
 
 class WantedPart(NamedTuple):
     """A volume's bytes, the runs of it that are wanted, and the elements of the volume that changed
-    since the base of the reader; None where it has none, or that is not known."""
+    since the base of the reader; None where it has none, or that is not known. `same`: the base is
+    the same snapshot, so that digests alone are sent."""
 
     volume: Bytes
     runs: PartRuns
     changes: VolumeBitmap | None = None
+    same: bool = False
 
     def changed(self, begin: int, end: int, itemsize: int) -> ChangedElements | None:
         """Which elements of the packed bytes [begin, end) changed; None where nothing is known."""
@@ -101,7 +103,9 @@ def part_stream(wanted: Iterable[WantedPart]) -> Iterator[bytes | memoryview]:
             packed = buffer[: end - begin]
             part.runs.pack(part.volume, begin, end, packed)
             digest = xxhash.xxh3_128_digest(packed.data)
-            kind, payload = encode(packed, part.changed(begin, end, itemsize), itemsize)
+            kind, payload = SAME, list[memoryview]()
+            if not part.same:
+                kind, payload = encode(packed, part.changed(begin, end, itemsize), itemsize)
             yield ChunkHead(kind, sum(map(len, payload)), digest).encoded()
             yield from filter(len, payload)
 

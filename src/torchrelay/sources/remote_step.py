@@ -121,6 +121,13 @@ class Suppliers:
                 pause = min(one.rests_until for one in able) - now
             self.stopped.wait(min(max(pause, 0.001), self.deadline.left()))
 
+    def others(self, volume: str, than: Iterable[Supplier]) -> list[Supplier]:
+        """The suppliers of a volume that can be asked, except for some."""
+        left_out = list(than)
+        with self._lock:
+            able = [one for one in self._volumes[volume] if not one.dropped]
+        return [one for one in able if all(one is not other for other in left_out)]
+
     def mapped(self, volume: str) -> MappedReader | None:
         return next(filter(None, (one.mapped(volume) for one in self._volumes[volume])), None)
 

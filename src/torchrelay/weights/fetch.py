@@ -2,7 +2,7 @@
 
 A stream that breaks off is continued where it ended, by whichever server has the volume. A chunk
 with other bytes than were sent is asked for again as a whole, and a second one ends a server's part
-in it.
+in it. When all is here it is compared with the record.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from torchrelay.parts.stream import HEAD_BYTES, MAGIC, WHOLE, ChunkHead, decode
 from torchrelay.sources.connection import HostConnection
 from torchrelay.sources.remote_step import SUPPLY_FAULTS, RemoteStep, Supplier
 from torchrelay.weights.mirror import Mirror
+from torchrelay.weights.record_check import Given, RecordCheck
 
 STREAMS = 8  # at once, each of another server
 
@@ -56,6 +57,7 @@ class PartFetch:
         self._step, self._mirror, self._suppliers = step, mirror, step.suppliers
         self._files = {file.name: file for file in step.record.volumes}
         self._wrong: set[Supplier] = set()  # those that sent wrong bytes once
+        self._given: dict[str, list[Given]] = {name: [] for name in mirror.volumes}
 
     def run(self) -> None:
         """Returns when every byte has come and was verified. `PeerLostError` names the servers that
@@ -76,6 +78,7 @@ class PartFetch:
             groups = self._by_supplier(todo)
             left = Crew(STREAMS).each(lambda group: self._fetch(*group), groups)
             todo = [piece for some in left for piece in some]
+        RecordCheck(self._step, self._mirror, self._given).run(list(changed))
         for name, volume in changed.items():
             volume.hold(self._step.snapshot, self._files[name])
 
@@ -121,6 +124,8 @@ class PartFetch:
                 packed = self._mirror.volumes[piece.name].packed[piece.at :]
                 piece.runs.pack(np.frombuffer(memory, np.uint8), 0, piece.runs.total, packed)
                 left.remove(piece)
+                end = piece.at + piece.runs.total
+                self._given[piece.name].append(Given(piece.at, end, supplier))
                 yield piece.runs.total
         if left:
             yield from self._streamed(supplier, left)
@@ -140,6 +145,8 @@ class PartFetch:
                     left[0] = piece._replace(base=None, done=begin)
                     before = stream.nbytes
                     _receive(stream, packed[begin:end], itemsize, buffer)
+                    given = Given(piece.at + begin, piece.at + end, supplier)
+                    self._given[piece.name].append(given)
                     yield stream.nbytes - before
                 left.pop(0)
 

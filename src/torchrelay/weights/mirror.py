@@ -6,25 +6,31 @@ from the volumes themselves.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 
 from torchrelay.memory.host import host_block
 from torchrelay.parts.runs import Bytes, PartBox, PartRuns, runs_of
-from torchrelay.record.schema import VolumeRecord
+from torchrelay.record.schema import Record, VolumeRecord
 from torchrelay.stores.seam import DataReader, WantedBox
+from torchrelay.weights.record_chunks import Layout, RecordChunks, completing_runs, layouts_of
 
 
 class MirrorVolume:
-    """Runs of one volume, packed. `base`: the snapshot whose bytes these are, all verified; None
-    while they are in doubt."""
+    """Runs of one volume, packed. `base`: the snapshot whose bytes these are; None while they are
+    in doubt. `verified`: whether all of them were compared with digests of the record, or with what
+    another server has."""
 
-    def __init__(self, runs: PartRuns) -> None:
-        self.runs = runs
+    def __init__(self, wanted: PartRuns, boxes: Sequence[PartBox], layout: Layout) -> None:
+        """`wanted`: the runs of the boxes alone."""
+        self._wanted, self._layout = wanted, layout
+        self.runs = runs = completing_runs(wanted, boxes, layout)
         self.packed: Bytes = host_block(runs.total).numpy()
         self.base: str | None = None
+        self.verified = False
         self._content: tuple[int, int, bytes] | None = None
+        self.chunks = RecordChunks(runs, layout)
 
     def has(self, file: VolumeRecord) -> bool:
         """Whether the bytes here are those of a volume of another step, too."""
@@ -33,6 +39,11 @@ class MirrorVolume:
     def doubt(self) -> None:
         """The bytes are about to change."""
         self.base = self._content = None
+        self.verified = False
+
+    def is_of(self, wanted: PartRuns, layout: Layout) -> bool:
+        """Whether there is room for these bytes of a volume of this layout."""
+        return self._layout == layout and self._wanted == wanted
 
     def hold(self, snapshot: str, file: VolumeRecord) -> None:
         """The bytes are those of a volume of a snapshot."""
@@ -45,19 +56,20 @@ class Mirror:
     def __init__(self) -> None:
         self.volumes: dict[str, MirrorVolume] = {}
 
-    def plan(self, wanted: Iterable[WantedBox], files: Mapping[str, VolumeRecord]) -> None:
+    def plan(self, wanted: Iterable[WantedBox], record: Record) -> None:
         """Make room for boxes of volumes. Bytes that are here and still wanted stay."""
         boxes: dict[str, list[PartBox]] = {}
         for box in wanted:
             boxes.setdefault(box.name, []).append(box[1:])
-        runs = {name: runs_of(some, files[name].nbytes) for name, some in boxes.items()}
+        layouts = layouts_of(record)
+        runs = {name: runs_of(some, layouts[name].nbytes) for name, some in boxes.items()}
         kept = self.volumes
         self.volumes = {}
         for name, one in runs.items():
             found = kept.pop(name, None)
-            if found is None or found.runs != one:
+            if found is None or not found.is_of(one, layouts[name]):
                 found = None  # its memory is free before more is taken
-                found = MirrorVolume(one)
+                found = MirrorVolume(one, boxes[name], layouts[name])
             self.volumes[name] = found
 
     def rename(self, old: str, new: str) -> None:
@@ -65,6 +77,11 @@ class Mirror:
         for volume in self.volumes.values():
             if volume.base == old:
                 volume.base = new
+
+    @property
+    def verified(self) -> bool:
+        """Whether all bytes were compared with what the record or another server says."""
+        return all(one.verified for one in self.volumes.values())
 
     @property
     def nbytes(self) -> int:

@@ -43,9 +43,9 @@ def wanted_parts(
             slot, volume = place
             # A view of its own: the slot may be given back while this one is in use.
             view = slot.view[volume.start : volume.start + volume.nbytes]
-            known = None
-            if base is not None and changes is not None:
+            known, same = None, base == snapshot.id
+            if base is not None and changes is not None and not same:
                 known = changes.between(base, snapshot.id, name)
-            yield WantedPart(np.frombuffer(view, np.uint8), runs, known)
+            yield WantedPart(np.frombuffer(view, np.uint8), runs, known, same)
 
     return opened()
