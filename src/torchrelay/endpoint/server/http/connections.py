@@ -78,6 +78,7 @@ class HttpConnection:
         self.since = time.monotonic()  # that it waits, or has taken nothing
         self.admitted = False  # whether it has asked for something that it may have
         self.busy = False
+        self._cut = False
         self.ended = False  # whether an answer of unknown length was sent: no other can follow
 
     @cached_property
@@ -104,14 +105,24 @@ class HttpConnection:
     def start(self, context: ssl.SSLContext | None) -> None:
         self._sock.settimeout(self._stall)
         self._sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        if context is not None:
-            self._sock = context.wrap_socket(self._sock, server_side=True)
+        if context is None:
+            return
+        # From here on `cut` acts on the socket of TLS: the one before has no descriptor any more.
+        self._sock = sock = context.wrap_socket(
+            self._sock, server_side=True, do_handshake_on_connect=False
+        )
+        if self._cut:  # meanwhile
+            raise ConnectionResetError("another client took its place")
+        sock.do_handshake()  # within `stall` seconds altogether
 
     def cut(self) -> None:
         """End the connection at once, from any thread, whatever was sent and not taken."""
+        self._cut = True
         with suppress(OSError):
             self._sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _NOW)
-            self._sock.shutdown(socket.SHUT_RDWR)
+            # The method of a TLS socket would first take its encryption away: a thread that is
+            # sending would go on in clear text until the system call.
+            socket.socket.shutdown(self._sock, socket.SHUT_RDWR)
 
     def close(self) -> None:
         self._sock.close()
