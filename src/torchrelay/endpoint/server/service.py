@@ -72,6 +72,11 @@ class Service:
                 self.pending = self.pending and shown.whole is None
             self.lock.notify_all()
 
+    def wake(self) -> None:
+        """Have those who wait for a change look again."""
+        with self.lock:
+            self.lock.notify_all()
+
     def on_device(self, request: DeviceLeaseRequest) -> Show | None:
         """The step that a process asks for, if memory of a GPU has it. A request for the newest
         waits for one that is being published."""

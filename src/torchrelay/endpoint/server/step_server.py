@@ -156,9 +156,13 @@ class StepServer:
         service, snapshots = self.service, self.service.snapshots
         if above is not None:
             wait = min((request.number("wait_ms") or 0) / 1000, MAX_WAIT)
-            service.lock.wait_for(
-                lambda: any(one.step > above for one in snapshots.listed[-1:]), wait
-            )
+
+            def over() -> bool:
+                newer = any(one.step > above for one in snapshots.listed[-1:])
+                return newer or connection.gives_way
+
+            with connection.waiting(service.wake):
+                service.lock.wait_for(over, wait)
         else:
             service.lock.wait_for(lambda: not service.pending, STEP_SECONDS)
         return Response.json({"steps": [snapshot.facts() for snapshot in snapshots.listed]})

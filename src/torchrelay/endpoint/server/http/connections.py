@@ -2,7 +2,7 @@
 
 Each connection has a thread, and each of its waits has an end. Clients cannot keep others out: if
 all connections are taken, a new one replaces one that was not admitted, is idle, or takes nothing.
-Nothing that a client sends is ever printed.
+One that waits for news is answered without them. Nothing that a client sends is ever printed.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ import ssl
 import struct
 import threading
 import time
-from collections.abc import Callable, Container, Iterable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from functools import cached_property
 from http import HTTPStatus
 from typing import BinaryIO, NamedTuple
@@ -32,6 +32,7 @@ logger = logging.getLogger("torchrelay")
 
 IDLE_SECONDS = 75.0  # that a connection may stay open between requests
 STUCK_SECONDS = 2.0  # without a piece, after which another client may take its place
+WAIT_SECONDS = 2.0  # that a client waits for news before it may have to make room
 PIECE_BYTES = 2 << 20  # for which a reader has a limited time
 COPY_BYTES = 1 << 18  # copied and sent at once where the kernel cannot send from memory itself
 FRESH = {"Cache-Control": "no-store"}
@@ -78,6 +79,9 @@ class HttpConnection:
         self.since = time.monotonic()  # that it waits, or has taken nothing
         self.admitted = False  # whether it has asked for something that it may have
         self.busy = False
+        self.sending = False  # whether it is the client that is waited for
+        self.gives_way = False  # whether its wait for news is to end, and the connection with it
+        self._wake: Callable[[], None] | None = None  # of a client that waits for news
         self._cut = False
         self.ended = False  # whether an answer of unknown length was sent: no other can follow
 
@@ -127,6 +131,38 @@ class HttpConnection:
     def close(self) -> None:
         self._sock.close()
 
+    @contextmanager
+    def waiting(self, wake: Callable[[], None]) -> Iterator[None]:
+        """Within: the client waits for news. If another needs its place, `gives_way` is set and
+        `wake` called, so that the wait ends."""
+        self._wake = wake
+        try:
+            yield
+        finally:
+            self._wake = None
+
+    @property
+    def _is_served(self) -> bool:
+        """Whether the client has asked for something, and takes what it is sent."""
+        is_stuck = self.sending and time.monotonic() - self.since >= STUCK_SECONDS
+        return self.admitted and self.busy and not is_stuck
+
+    @property
+    def may_go(self) -> bool:
+        """Whether another may have its place. A client that waits for news has it for a while; one
+        that waits for work to be done keeps it."""
+        has_waited = time.monotonic() - self.since >= WAIT_SECONDS
+        return not self._is_served or (self._wake is not None and has_waited)
+
+    def make_room(self) -> None:
+        """Lose the place: at once, or with an answer where the client waits for news."""
+        self.gives_way = True
+        wake = self._wake
+        if not self._is_served:
+            self.cut()
+        elif wake is not None:
+            wake()
+
     def request(self, idle: float, body_limit: BodyLimit) -> Request | None:
         """The next request, which begins within `idle` seconds; None where the client closes."""
         if not self._ahead and not self._receive(time.monotonic() + idle):
@@ -167,10 +203,20 @@ class HttpConnection:
     def send(self, data: bytes | memoryview) -> None:
         """Send bytes; `SlowReader` where the client does not take them in time."""
         self._sock.settimeout(self._stall)
+        with self._to_client():
+            try:
+                self._sock.sendall(data)
+            except TimeoutError:
+                raise SlowReader("the client takes nothing") from None
+
+    @contextmanager
+    def _to_client(self) -> Iterator[None]:
+        """Within: it is the client's turn to take bytes."""
+        self.since, self.sending = time.monotonic(), True
         try:
-            self._sock.sendall(data)
-        except TimeoutError:
-            raise SlowReader("the client takes nothing") from None
+            yield
+        finally:
+            self.sending = False
 
     def stream(
         self, pieces: Iterable[bytes | memoryview | Span], moved: Callable[[int], None]
@@ -188,7 +234,8 @@ class HttpConnection:
             for at in range(piece.start, stop, size):
                 part = piece._replace(start=at, nbytes=min(size, stop - at))
                 if direct:
-                    self._send_file(part)
+                    with self._to_client():
+                        self._send_file(part)
                 else:
                     self.send(bytes(part.view[at : at + part.nbytes]))
                 self.since = time.monotonic()
@@ -244,11 +291,17 @@ class HttpServer:
     def serve(self, sock: socket.socket) -> None:
         """Answer the requests of one connection, until it is over."""
         connection = HttpConnection(sock, self._stall)
+        other: HttpConnection | None = None
         with self._lock:
-            if len(self._open) >= self._most and not self._make_room():
-                self.refused["limit"] += 1
-                return
+            if len(self._open) >= self._most:
+                other = self._least_claim()
+                if other is None:
+                    self.refused["limit"] += 1
+                    return
+                self._open.discard(other)
             self._open.add(connection)
+        if other is not None:
+            other.make_room()
         try:
             connection.start(self._context)
             idle = self._stall
@@ -277,7 +330,7 @@ class HttpServer:
                 return False
             connection.busy, connection.since = True, time.monotonic()
             answer = self._answer(request, connection)
-            keeps = request.keeps and not connection.ended
+            keeps = request.keeps and not connection.ended and not connection.gives_way
         except Refusal as refused:
             if refused.status in COUNTED:
                 self.refused[COUNTED[refused.status]] += 1
@@ -294,18 +347,10 @@ class HttpServer:
                 connection.send(answer.body)
         return keeps
 
-    def _make_room(self) -> bool:
-        """Cut the connection that has the least claim to its place."""
-        oldest = min(
-            self._open,
-            key=lambda connection: (connection.admitted, connection.busy, connection.since),
-        )
-        claim = oldest.admitted and oldest.busy
-        if claim and time.monotonic() - oldest.since < STUCK_SECONDS:
-            return False
-        self._open.discard(oldest)
-        oldest.cut()
-        return True
+    def _least_claim(self) -> HttpConnection | None:
+        """The connection that has the least claim to its place, if another may have it."""
+        able = [one for one in self._open if one.may_go]
+        return min(able, key=lambda one: (one.admitted, one.busy, one.since), default=None)
 
     def close(self) -> None:
         """Cut all connections."""
