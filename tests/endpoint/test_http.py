@@ -98,11 +98,36 @@ def test_head_etag_and_ranges(stage: Stage) -> None:
         status, headers, body = _get(f"{url}?step={step}", Range=text)
         assert (status, body) == (206, part), text
         assert headers["Content-Range"].endswith(f"/{len(whole)}")
-    for text in (f"bytes={len(whole)}-", "bytes=9-3", "bytes=0-1,3-4", "rows=1-2", "bytes=a-b"):
-        assert _get(f"{url}?step={step}", Range=text)[0] == 416, text
+    for text in (f"bytes={len(whole)}-", "bytes=9-3", "bytes=0-1,3-4", "bytes=a-b"):
+        status, headers, _ = _get(f"{url}?step={step}", Range=text)
+        assert status == 416 and headers["Content-Range"] == f"bytes */{len(whole)}", text
+    for text in ("rows=1-2", "rows", "="):  # units that the server does not know
+        status, headers, body = _get(f"{url}?step={step}", Range=text)
+        assert (status, body) == (200, whole) and "Content-Range" not in headers, text
+    status, headers, body = _get(f"{url}?step={step}", Range="Bytes= 0-9 ")
+    assert (status, body) == (206, whole[:10])
+    for path in (url, _volume_of(stage)):
+        size = len(_get(path)[2])
+        for text in ("bytes=0-9", f"bytes={10 * size}-"):  # a range is of GET alone
+            status, headers, _ = _ask("HEAD", path, {"Range": text})
+            assert (status, headers["Content-Length"]) == (200, str(size)), text
+            assert "Content-Range" not in headers
     assert _get(url, **{"Range": "bytes=5-", "If-Range": etag})[0] == 206
     assert _get(url, **{"Range": "bytes=5-", "If-Range": '"other"'})[::2] == (200, whole)
-    assert _get(url, **{"If-None-Match": etag})[0] == 304
+    status, headers, body = _get(url, **{"If-None-Match": etag})
+    assert status == 304 and not body and "Content-Length" not in headers
+
+
+def _volume_of(stage: Stage) -> str:
+    step = json.loads(_get(f"{stage.url}/steps.json")[2])["steps"][-1]
+    return f"{stage.url}/volumes/{step['snapshot']}/{step['here'][0]}"
+
+
+def test_another_method_is_refused_with_those_that_there_are(stage: Stage) -> None:
+    stage.show(_state(2))
+    for path, allowed in (("/steps.json", "GET, HEAD"), ("/parts", "POST")):
+        status, headers, _ = _ask("DELETE", f"{stage.url}{path}", {})
+        assert (status, headers["Allow"]) == (405, allowed)
 
 
 def test_a_download_that_broke_off_is_continued_by_its_step(stage: Stage, tmp_path: Path) -> None:

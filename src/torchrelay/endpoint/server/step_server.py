@@ -140,7 +140,7 @@ class StepServer:
             raise Refusal(404, "nothing is here: docs/http.md lists what can be asked for")
         methods = ("POST",) if path in POSTED else ("GET", "HEAD")
         if request.method not in methods:
-            raise Refusal(405, f"this path takes {methods[0]}")
+            raise Refusal(405, f"this path takes {methods[0]}", {"Allow": ", ".join(methods)})
         with self.service.lock if path in self._short else nullcontext():
             return act(request, connection)
 

@@ -37,6 +37,7 @@ PIECE_BYTES = 2 << 20  # for which a reader has a limited time
 COPY_BYTES = 1 << 18  # copied and sent at once where the kernel cannot send from memory itself
 FRESH = {"Cache-Control": "no-store"}
 COUNTED = {401: "token", 416: "range", 429: "limit"}  # refusals in the metrics, by status
+_WITHOUT_BODY = (204, 304)  # statuses whose answers have none, so that its length is not said
 _NOW = struct.pack("ii", 1, 0)  # SO_LINGER: what the kernel has not delivered is thrown away
 
 
@@ -64,6 +65,10 @@ class Span(NamedTuple):
 
 class SlowReader(TimeoutError):
     """A client takes too long to take what it asked for."""
+
+
+def _no_admission(why: str) -> Refusal:
+    return Refusal(401, why, {"WWW-Authenticate": "Bearer"})
 
 
 BodyLimit = Callable[[Request, "HttpConnection"], int]
@@ -99,11 +104,11 @@ class HttpConnection:
             kind, _, given = headers.get("authorization", "").partition(" ")
             said = given.strip().encode("utf-8", "surrogateescape")
             if not hmac.compare_digest(said, token.encode()) or kind.lower() != "bearer":
-                raise Refusal(401, "this endpoint needs its token: Authorization: Bearer TOKEN")
+                raise _no_admission("this endpoint needs its token: Authorization: Bearer TOKEN")
         elif not is_plain_host(headers.get("host", "")):
-            raise Refusal(401, "without a token, ask by an address or localhost, not by a name")
+            raise _no_admission("without a token, ask by an address or localhost, not by a name")
         elif not self.is_own:
-            raise Refusal(401, "without a token, only the user who serves may read: give a token")
+            raise _no_admission("without a token, only the user who serves may read: give a token")
         self.admitted = True
 
     def start(self, context: ssl.SSLContext | None) -> None:
@@ -195,8 +200,11 @@ class HttpConnection:
     def send_head(self, status: int, length: int | None, headers: Mapping[str, str]) -> None:
         """The head of an answer. One of unknown length (None) ends with the connection."""
         self.ended = length is None
-        ending = "Connection: close" if length is None else f"Content-Length: {length}"
-        lines = [f"HTTP/1.1 {status} {HTTPStatus(status).phrase}", ending]
+        lines = [f"HTTP/1.1 {status} {HTTPStatus(status).phrase}"]
+        if length is None:
+            lines.append("Connection: close")
+        elif status not in _WITHOUT_BODY:
+            lines.append(f"Content-Length: {length}")
         lines += [f"{name}: {value}" for name, value in headers.items()]
         self.send("\r\n".join([*lines, "\r\n"]).encode("latin-1"))
 
@@ -334,8 +342,8 @@ class HttpServer:
         except Refusal as refused:
             if refused.status in COUNTED:
                 self.refused[COUNTED[refused.status]] += 1
-            more = {"WWW-Authenticate": "Bearer"} if refused.status == 401 else {}
-            answer = Response(refused.status, f"{refused}\n".encode(), headers=more)
+            text = f"{refused}\n".encode()
+            answer = Response(refused.status, text, headers=refused.headers)
             # The connection of a client that was never admitted is closed.
             keeps = request is not None and request.keeps and connection.admitted
         if answer is not None:

@@ -14,16 +14,16 @@ BODY_BYTES = 4 << 10
 MAX_FIELDS = 64  # of a query
 
 _FIRST = re.compile(r"([A-Z]{1,16}) (/[\x21-\x7e]{0,8000}) HTTP/1\.([01])")
-_RANGE = re.compile(r"bytes=(\d{0,18})-(\d{0,18})")
+_RANGE = re.compile(r"[ \t]*([0-9]{0,18})-([0-9]{0,18})[ \t]*")
 _NUMBER = re.compile(r"[0-9]{1,19}")
 
 
 class Refusal(Exception):
-    """A request that is answered with a status and a line of text."""
+    """A request that is answered with a status, a line of text, and headers that say more."""
 
-    def __init__(self, status: int, text: str) -> None:
+    def __init__(self, status: int, text: str, headers: Mapping[str, str] | None = None) -> None:
         super().__init__(text)
-        self.status = status
+        self.status, self.headers = status, headers or {}
 
 
 class Request(NamedTuple):
@@ -82,18 +82,23 @@ class ByteRange(NamedTuple):
 
 
 def byte_range(request: Request, nbytes: int, etag: str) -> ByteRange:
-    """The bytes that a request wants of an answer with an ETag; `Refusal` for a bad range."""
-    wanted = request.headers.get("range")
-    if wanted is None or request.headers.get("if-range", f'"{etag}"') != f'"{etag}"':
+    """The bytes that a request wants of an answer with an ETag; `Refusal` for a bad range.
+
+    As RFC 9110 says, ranges of another unit are ignored, and those of other methods than GET.
+    """
+    unit, _, wanted = request.headers.get("range", "").partition("=")
+    same = request.headers.get("if-range", f'"{etag}"') == f'"{etag}"'
+    if request.method != "GET" or unit.strip().lower() != "bytes" or not same:
         return ByteRange(0, nbytes, nbytes, False)
+    length = {"Content-Range": f"bytes */{nbytes}"}
     found = _RANGE.fullmatch(wanted)
     if found is None or not (found[1] or found[2]):
-        raise Refusal(416, "give one range of bytes, as in Range: bytes=0-99")
+        raise Refusal(416, "give one range of bytes, as in Range: bytes=0-99", length)
     if found[1]:
         start, stop = int(found[1]), int(found[2] or nbytes - 1) + 1
     else:
         start, stop = max(0, nbytes - int(found[2])), nbytes
     stop = min(stop, nbytes)
     if start >= stop:
-        raise Refusal(416, f"the range is outside of {nbytes} bytes")
+        raise Refusal(416, f"the range is outside of {nbytes} bytes", length)
     return ByteRange(start, stop, nbytes, True)
