@@ -113,12 +113,14 @@ def test_a_client_that_takes_nothing_is_cut_before_one_that_waits(
         asked = [made.ask(), made.ask("/send")]
         for _ in asked:
             assert made.waiting.acquire(timeout=LIMIT)
-        assert asked[1].getresponse().read(10) == bytes(10)
+        kept = asked[1].getresponse()  # it would close the connection with its last reference
+        assert kept.read(10) == bytes(10)
         wait_until_it_sends(made.server)
         asked.append(made.ask())
         assert made.waiting.acquire(timeout=LIMIT)
         made.publish()
         assert asked[0].getresponse().read() == asked[2].getresponse().read() == b"news"
+        kept.close()
 
 
 def wait_until_it_sends(server: HttpServer) -> None:

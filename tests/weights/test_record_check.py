@@ -1,4 +1,4 @@
-"""What a subscription reads is what the record says: a server that digests other bytes is found."""
+"""A subscription reads the bytes of the record: a server that digests other bytes is found."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torchrelay as tr
 from tests.weights.liars import lying
 from torchrelay.parts.runs import PartBox, runs_of
 from torchrelay.weights.mapping import MappedDestination, ParameterRule, SourcePart, WeightMapping
-from torchrelay.weights.record_chunks import Layout, RecordChunks, completing_runs
+from torchrelay.weights.record_chunks import RecordChunks, VolumeLayout, completing_runs
 
 TIMEOUT = 30
 ELEMENTS = 1_500_000  # three part chunks
@@ -132,7 +132,7 @@ def test_whole_chunks_are_those_of_a_plain_bitmap() -> None:
     for seed in range(200):
         print("seed", seed)
         draw = np.random.default_rng(seed)
-        layout = Layout(int(draw.integers(200, 3000)), int(draw.choice([16, 64, 300])), 0)
+        layout = VolumeLayout(int(draw.integers(200, 3000)), int(draw.choice([16, 64, 300])), 0)
         layout = layout._replace(head=int(draw.integers(0, 100)))
         boxes: list[PartBox] = []
         bits = np.zeros(layout.nbytes, bool)

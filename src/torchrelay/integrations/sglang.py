@@ -10,11 +10,8 @@ from __future__ import annotations
 import os
 import secrets
 import shutil
-from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal
-
-import msgspec
 
 from torchrelay.checkpointer.export import export_hf
 from torchrelay.deadlines import Timeout, seconds_of
@@ -25,9 +22,9 @@ from torchrelay.errors import (
     TransferTimeoutError,
     UsageError,
 )
+from torchrelay.integrations.json_server import JsonServer
 from torchrelay.integrations.weights import WeightReader
 from torchrelay.sources.access import Access
-from torchrelay.sources.connection import Host
 
 Pause = Literal["retract", "abort"]
 
@@ -35,6 +32,7 @@ Pause = Literal["retract", "abort"]
 class SGLangServer:
     """A running SGLang server, and a directory that it can read too.
 
+    - `url`: the server's, or that of a proxy in front of it, which may have a path.
     - `api_key`: the server's `--admin-api-key`, or its `--api-key`.
     - `pause`: "retract" has requests continue on the new weights; "abort" ends them.
     - `timeout` bounds the export and each call to the server.
@@ -53,7 +51,7 @@ class SGLangServer:
         if pause not in ("retract", "abort"):
             raise UsageError(f"pause is 'retract' or 'abort', not {pause!r}")
         context = None if cafile is None else Access(cafile=cafile).client_context()
-        self._host = Host(url, token=api_key, context=context)
+        self._server = JsonServer(url, key=api_key, context=context)
         self._directory = Path(directory).absolute()
         self._pause, self._timeout = pause, seconds_of(timeout)
         self._loaded: tuple[int, Path] | None = None  # the version that the server has
@@ -88,8 +86,8 @@ class SGLangServer:
         return step
 
     def close(self) -> None:
-        """Close the connections. The version that the server has stays on disk."""
-        self._host.close()
+        """Does nothing: each request has a connection of its own, and the version that the server
+        has stays on disk."""
 
     def _load(self, step: int, folder: Path) -> None:
         before = self._loaded
@@ -121,7 +119,7 @@ class SGLangServer:
         if answer.get("success") is not True:
             why = str(answer.get("message", "it does not say why"))[:300]
             raise PeerRefusedError(
-                f"{self._host.url} did not load the weights: {why}", step=step, phase="load"
+                f"{self._server.url} did not load the weights: {why}", step=step, phase="load"
             )
 
     def _continue(self, step: int, fault: BaseException | None) -> None:
@@ -138,10 +136,10 @@ class SGLangServer:
 
     def _post(self, path: str, body: dict[str, Any], step: int) -> dict[str, Any]:
         """The server's answer; an error for any other than success and a refusal to load."""
-        where = f"{self._host.url}{path}"
+        where = f"{self._server.url}{path}"
         at: dict[str, Any] = {"step": step, "phase": path.strip("/")}
         try:
-            reply = self._host.post(path, msgspec.json.encode(body), seconds=self._timeout)
+            reply = self._server.post(path, body, seconds=self._timeout)
         except TimeoutError as fault:
             raise TransferTimeoutError(
                 f"{where} did not answer in {self._timeout:g} s: the server may still be at it. "
@@ -150,10 +148,8 @@ class SGLangServer:
             ) from fault
         except OSError as fault:
             raise EndpointError(f"cannot reach {where}: {fault}", **at) from fault
-        found: Any = None
-        with suppress(msgspec.DecodeError):
-            found = msgspec.json.decode(reply.body)
-        answer: dict[str, Any] = found if isinstance(found, dict) else {}
-        if reply.status != 200 and "success" not in answer:
+        except EndpointError as fault:
+            raise EndpointError(fault.message, **at) from fault
+        if reply.status != 200 and "success" not in reply.answer:
             raise EndpointError(f"{where} answers {reply.status}: {reply.text}", **at)
-        return answer
+        return reply.answer

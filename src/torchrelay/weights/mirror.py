@@ -14,7 +14,7 @@ from torchrelay.memory.host import host_block
 from torchrelay.parts.runs import Bytes, PartBox, PartRuns, runs_of
 from torchrelay.record.schema import Record, VolumeRecord
 from torchrelay.stores.seam import DataReader, WantedBox
-from torchrelay.weights.record_chunks import Layout, RecordChunks, completing_runs, layouts_of
+from torchrelay.weights.record_chunks import RecordChunks, VolumeLayout, completing_runs, layouts_of
 
 
 class MirrorVolume:
@@ -22,7 +22,7 @@ class MirrorVolume:
     in doubt. `verified`: whether all of them were compared with digests of the record, or with what
     another server has."""
 
-    def __init__(self, wanted: PartRuns, boxes: Sequence[PartBox], layout: Layout) -> None:
+    def __init__(self, wanted: PartRuns, boxes: Sequence[PartBox], layout: VolumeLayout) -> None:
         """`wanted`: the runs of the boxes alone."""
         self._wanted, self._layout = wanted, layout
         self.runs = runs = completing_runs(wanted, boxes, layout)
@@ -41,7 +41,7 @@ class MirrorVolume:
         self.base = self._content = None
         self.verified = False
 
-    def is_of(self, wanted: PartRuns, layout: Layout) -> bool:
+    def is_of(self, wanted: PartRuns, layout: VolumeLayout) -> bool:
         """Whether there is room for these bytes of a volume of this layout."""
         return self._layout == layout and self._wanted == wanted
 

@@ -50,7 +50,7 @@ class RecordCheck:
 
     def run(self, names: Sequence[str]) -> None:
         """Have volumes compared; wrong chunks are read again. Raises as reads of the step do where
-        nobody gives a right one."""
+        no server gives a right one."""
         volumes = {name: self._mirror.volumes[name] for name in names}
         found = {name: one.chunks for name, one in volumes.items()}
         wrong: list[tuple[str, int]] = []
@@ -136,8 +136,8 @@ class RecordCheck:
         return found
 
     def _decided(self, name: str, doubtful: Sequence[tuple[int, int]]) -> bool:
-        """Read the whole of partial chunks of which two servers have other bytes. Whether those
-        that are here were wrong."""
+        """Read the whole of partial chunks where two servers differ. Whether the bytes that are
+        here were wrong."""
         chunks = self._mirror.volumes[name].chunks
         were_wrong = False
         for chunk in chunks.partial:

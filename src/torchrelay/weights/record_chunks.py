@@ -2,7 +2,7 @@
 
 A digest of the record covers a chunk of a volume, so it can only be compared where all bytes of the
 chunk are here. A few bytes more complete chunks that are nearly whole: the head of a file, and the
-ends of tensors that nobody wants.
+ends of tensors that are not wanted.
 
     chunk     0         1         2         3
     wanted    ..########+#########+.#.#.#.#.+########..
@@ -22,11 +22,11 @@ import numpy as np
 from torchrelay.parts.runs import Bytes, PartBox, PartRuns, StridedRun, runs_of
 from torchrelay.record.schema import Record
 
-MORE = 64  # of so many wanted bytes, one more may be read to complete chunks
+MORE = 64  # wanted bytes for each byte that is read to complete chunks
 LACKS = 4  # of a chunk at most this part is read to complete it
 
 
-class Layout(NamedTuple):
+class VolumeLayout(NamedTuple):
     """How a volume is cut into chunks. `head`: the bytes before its first tensor."""
 
     nbytes: int
@@ -39,20 +39,20 @@ class Layout(NamedTuple):
         return start, min(start + self.chunk_bytes, self.nbytes)
 
 
-def layouts_of(record: Record) -> dict[str, Layout]:
+def layouts_of(record: Record) -> dict[str, VolumeLayout]:
     """The layout of each volume of a step, by name."""
     heads = np.array([file.nbytes for file in record.volumes], np.int64)
     np.minimum.at(heads, record.box_volumes, record.box_starts)
     return {
-        file.name: Layout(file.nbytes, file.chunk_bytes, head)
+        file.name: VolumeLayout(file.nbytes, file.chunk_bytes, head)
         for file, head in zip(record.volumes, heads.tolist(), strict=True)
     }
 
 
 class RecordChunks:
-    """The chunks of a volume that runs of it touch: `whole`, and those of which a part lacks."""
+    """The chunks of a volume that runs of it touch: those that are `whole`, and the others."""
 
-    def __init__(self, runs: PartRuns, layout: Layout) -> None:
+    def __init__(self, runs: PartRuns, layout: VolumeLayout) -> None:
         self._runs, self._layout = runs, layout
         self.whole: list[int] = []
         self.partial: list[int] = []
@@ -80,7 +80,7 @@ class RecordChunks:
         return found
 
 
-def completing_runs(runs: PartRuns, boxes: Sequence[PartBox], layout: Layout) -> PartRuns:
+def completing_runs(runs: PartRuns, boxes: Sequence[PartBox], layout: VolumeLayout) -> PartRuns:
     """The runs of boxes, and of what completes chunks that are nearly whole."""
     left = runs.total // MORE
     found: list[tuple[int, list[tuple[int, int]]]] = []
@@ -102,7 +102,7 @@ def completing_runs(runs: PartRuns, boxes: Sequence[PartBox], layout: Layout) ->
     return runs_of([*boxes, *more], layout.nbytes) if more else runs
 
 
-def _touched(runs: PartRuns, layout: Layout) -> Iterable[int]:
+def _touched(runs: PartRuns, layout: VolumeLayout) -> Iterable[int]:
     """The chunks from the first that a run reaches to the last."""
     size = layout.chunk_bytes
     if not len(runs) or size < 1:

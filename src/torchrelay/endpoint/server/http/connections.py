@@ -130,7 +130,7 @@ class HttpConnection:
         with suppress(OSError):
             self._sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _NOW)
             # The method of a TLS socket would first take its encryption away: a thread that is
-            # sending would go on in clear text until the system call.
+            # sending would continue in clear text until the system call.
             socket.socket.shutdown(self._sock, socket.SHUT_RDWR)
 
     def close(self) -> None:
