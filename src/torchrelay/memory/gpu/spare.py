@@ -14,13 +14,14 @@ MARGIN = 1 / 16  # of a GPU's memory
 class DeviceCopy:
     """A spare copy of a share's device tensors in device memory, reused from save to save.
 
-    Taking it is one round of kernels on the caller's stream: what the trainer does to the tensors
-    afterwards comes after it.
+    Taking it is one round of kernels on the caller's stream of each device: what the trainer does
+    to the tensors there afterwards comes after it. The test with several devices has stand-ins for
+    them; with several real ones it has not been run.
     """
 
     def __init__(self) -> None:
         self._slabs: dict[torch.device, torch.Tensor] = {}
-        self._event: torch.cuda.Event | None = None
+        self._events: list[torch.cuda.Event] = []  # one a device, behind the copies there
 
     def fits(self, tensors: Sequence[torch.Tensor]) -> bool:
         """Whether there are tensors on GPUs, and every one of these has room for their copy.
@@ -46,8 +47,7 @@ class DeviceCopy:
                 self._slabs[device] = torch.empty(nbytes, dtype=torch.uint8, device=device)
         used = dict.fromkeys(need, 0)
         copies: list[torch.Tensor] = []
-        sources: list[torch.Tensor] = []
-        spares: list[torch.Tensor] = []
+        pairs: dict[torch.device, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
         for tensor in tensors:
             if not tensor.is_cuda:
                 copies.append(raw_of(tensor).clone(memory_format=torch.contiguous_format))
@@ -58,12 +58,15 @@ class DeviceCopy:
             spare = self._slabs[tensor.device][at : at + tensor.nbytes]
             spare = spare.view(bits.dtype).view(bits.shape)
             copies.append(spare)
-            sources.append(bits)
+            spares, sources = pairs.setdefault(tensor.device, ([], []))
             spares.append(spare)
-        if spares:
-            copy_all(spares, sources)
-            self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            self._event.record()
+            sources.append(bits)
+        self._events = []
+        for device, (spares, sources) in pairs.items():
+            # An event belongs to a device, and the stream that copies is the one current there.
+            with torch.cuda.device(device):
+                copy_all(spares, sources)
+                self._events.append(torch.cuda.current_stream(device).record_event())
         return copies
 
     def free(self) -> None:
@@ -71,9 +74,9 @@ class DeviceCopy:
         self._slabs.clear()
 
     def wait(self) -> None:
-        """Until the copy is made."""
-        if self._event is not None:
-            self._event.synchronize()
+        """Until the copy is made, on every device."""
+        for event in self._events:
+            event.synchronize()
 
 
 def _need(tensors: Sequence[torch.Tensor]) -> dict[torch.device, int]:
