@@ -39,6 +39,7 @@ from torchrelay.landing.options import LandingOptions, checked_device
 from torchrelay.landing.places import Landed
 from torchrelay.landing.workspace import Workspace
 from torchrelay.memory.bounded import bounded
+from torchrelay.memory.pool import CheckedWorkspace
 from torchrelay.memory.uninterrupted import uninterrupted
 from torchrelay.progress import Bar, ProgressCallback
 from torchrelay.results import Attempt, Loaded, Outcome, Report
@@ -96,7 +97,8 @@ class Loader:
         self._in_memory = in_memory
         self._source = source
         self._ranks = ranks
-        self._workspace = workspace  # what new tensors are allocated with
+        # Without its own, memory comes from torch, and is compared with what is free.
+        self._workspace = workspace or CheckedWorkspace()  # what new tensors are allocated with
         self._opened: Opened | None = None  # the step that is being loaded
         self._skipped: dict[int, str] = {}  # with the reasons
         self.damaged: set[int] = set()  # steps that were skipped because of their bytes
@@ -286,7 +288,7 @@ class Loader:
             return said
 
         call.at("verifying")
-        call.round("verify", act, decide, deadline)
+        call.round("verify", partial(_in_free_memory, act, step), decide, deadline)
         return made[0]
 
     def _planned(self, opened: Opened, request: LoadRequest, bar: Bar) -> RankLoad:
@@ -340,3 +342,16 @@ class Loader:
             self.damaged.add(step)
         text = f"step {step} in {self._source.name} is damaged or gone, and is skipped: {fault}"
         warnings.warn(text, RuntimeWarning, stacklevel=5)
+
+
+def _in_free_memory(act: Callable[[], bytes], step: int) -> bytes:
+    """The result of `act`; `MismatchError` where the memory of this host does not suffice."""
+    try:
+        return act()
+    except MemoryError as fault:
+        raise MismatchError(
+            f"the state does not fit into the memory of this host: {fault}. Free memory, load on "
+            "more ranks, or a part of it with include=",
+            step=step,
+            phase="verify",
+        ) from fault

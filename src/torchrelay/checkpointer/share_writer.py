@@ -135,7 +135,14 @@ class ShareWriter:
         if arena is not None and (arena.nbytes < need or (pinned and not arena.pinned)):
             arena.close()
             arena = None
-        return arena or Arena(need, pinned=pinned, parts=cores())
+        try:
+            return arena or Arena(need, pinned=pinned, parts=cores())
+        except MemoryError as fault:
+            raise CheckpointError(
+                f"no memory for the staged copy of this rank's part: {fault}. Call save, which "
+                "needs none, or give memory_budget=",
+                phase="stage",
+            ) from fault
 
     # Staged, and written in the background.
 

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from torchrelay.memory.crew import share_out
+from torchrelay.memory.free import check_free
 from torchrelay.memory.pages import HUGE_PAGE, allocate, reserve, sealed_memory, side_by_side
 
 LEAST_PART = 64 << 20  # bytes of a memfd, if there are several
@@ -36,6 +37,8 @@ class Arena:
         self.pinned = False
         self._map: mmap.mmap | None = None
         self.fds: list[int] = []
+        if populate:
+            check_free(nbytes)
         parts = max(1, min(parts, nbytes // LEAST_PART, MOST_PARTS))
         self.each = -(-nbytes // parts // HUGE_PAGE) * HUGE_PAGE if parts > 1 else nbytes
         try:

@@ -12,6 +12,7 @@ from contextlib import suppress
 
 import torch
 
+from torchrelay.memory.free import check_free
 from torchrelay.memory.pages import HUGE_PAGE
 
 
@@ -19,6 +20,7 @@ def host_block(nbytes: int) -> torch.Tensor:
     """`nbytes` of host memory, freed with the tensor; `MemoryError` if there is none."""
     if nbytes < HUGE_PAGE:
         return torch.empty(nbytes, dtype=torch.uint8, device="cpu")
+    check_free(nbytes)
     try:
         size = -(-nbytes // HUGE_PAGE) * HUGE_PAGE
         block = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)

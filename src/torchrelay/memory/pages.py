@@ -17,6 +17,7 @@ import time
 from collections.abc import Sequence
 
 from torchrelay.memory.crew import share_out
+from torchrelay.memory.free import check_free
 
 HUGE_PAGE = 2 << 20
 PAGE = mmap.PAGESIZE
@@ -56,6 +57,7 @@ class Mapping:
     """
 
     def __init__(self, nbytes: int) -> None:
+        check_free(nbytes)
         try:
             # Python's own default is shared: not given back in parts, and not copied by a fork.
             self._map = mmap.mmap(
@@ -112,6 +114,7 @@ def sealed_memory(nbytes: int) -> int:
 
 def reserve(file: int, nbytes: int, start: int = 0) -> None:
     """Give a range of a file of memory its pages; `MemoryError` where the system has no more."""
+    check_free(nbytes)
     try:
         os.posix_fallocate(file, start, nbytes)
     except OSError as fault:

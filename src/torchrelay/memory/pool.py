@@ -25,6 +25,7 @@ from torchrelay.errors import MismatchError
 from torchrelay.geometry.runs import Moves
 from torchrelay.landing.workspace import LARGE_BYTES, Workspace, allocate
 from torchrelay.memory import threads, vectors
+from torchrelay.memory.free import check_free
 from torchrelay.memory.gpu import kernels
 from torchrelay.memory.pages import Mapping, paged, populate, release
 
@@ -141,7 +142,27 @@ class Pool:
             self._idle_bytes -= size
 
 
-class Pooled(Workspace):
+class CheckedWorkspace(Workspace):
+    """Memory by torch, compared with what is free before it is taken."""
+
+    def buffers(self, sizes: Sequence[int]) -> list[torch.Tensor]:
+        _check_free(sum(sizes))
+        return super().buffers(sizes)
+
+    def stage(self, nbytes: int, device: torch.device | str = "cpu") -> torch.Tensor:
+        if torch.device(device).type == "cpu":
+            _check_free(nbytes)
+        return super().stage(nbytes, device)
+
+
+def _check_free(nbytes: int) -> None:
+    try:
+        check_free(nbytes)
+    except MemoryError as fault:
+        raise MismatchError(f"no memory for {nbytes} bytes: {fault}") from None
+
+
+class Pooled(CheckedWorkspace):
     """Memory from a pool, copies on several threads or by one kernel."""
 
     def __init__(self, pool: Pool | None) -> None:

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 import xxhash
 
 from torchrelay.errors import RelayError
+from torchrelay.memory.free import check_free
 from torchrelay.record.encoding import content_digest
 from torchrelay.record.schema import Record, VolumeRecord
 from torchrelay.sources.remote_step import digest_of
@@ -99,6 +100,7 @@ class MendedStep:
         for at in range(start // file.chunk_bytes * file.chunk_bytes, stop, file.chunk_bytes):
             if at in self.patches[name]:
                 continue
+            check_free(min(file.chunk_bytes, file.nbytes - at))
             chunk = bytearray(min(file.chunk_bytes, file.nbytes - at))
             sources = [OtherSource("", lambda: self._first), *self.others]
             if not any(one.gives(file, at, chunk, self._content) for one in sources):

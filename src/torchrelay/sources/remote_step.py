@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Protocol
 from urllib.parse import quote
@@ -20,6 +20,7 @@ import xxhash
 from torchrelay.deadlines import Deadline
 from torchrelay.errors import EndpointError, PeerLostError, TransferTimeoutError
 from torchrelay.geometry import DIGEST_BYTES
+from torchrelay.memory.free import check_free
 from torchrelay.sources.connection import Answered, Host
 from torchrelay.sources.lent_memory import LentMemory, MappedReader
 from torchrelay.stores.seam import DataReader
@@ -237,25 +238,33 @@ class RemoteStep:
 
 
 class RemoteReader(DataReader):
-    """A volume of the step. All that it returns has its digest, or comes from elsewhere."""
+    """A volume of the step. All that it returns has its digest, or comes from elsewhere. `reach` is
+    called before the first byte comes, and with the number of those that have come."""
 
-    def __init__(self, file: ChunkedVolume, suppliers: Suppliers) -> None:
+    def __init__(
+        self,
+        file: ChunkedVolume,
+        suppliers: Suppliers,
+        reach: Callable[[int], None] = lambda nbytes: None,
+    ) -> None:
         self._file, self.nbytes, self._suppliers = file, file.nbytes, suppliers
+        self._reach = reach
 
     def read_into(self, position: int, view: memoryview) -> None:
         stop, size = position + len(view), self._file.chunk_bytes
         if position % size or (stop % size and stop != self.nbytes):
             first = position // size * size
             last = min(-(-stop // size) * size, self.nbytes)
+            check_free(last - first)
             whole = memoryview(bytearray(last - first))
             self.read_into(first, whole)
             view[:] = whole[position - first : stop - first]
             return
         at = position
         while at < stop:
-            at = self._some(at, view[at - position :])
+            at = self._some(at, view[at - position :], at - position)
 
-    def _some(self, start: int, view: memoryview) -> int:
+    def _some(self, start: int, view: memoryview, before: int) -> int:
         """Read what one supplier gives of a range; returns up to where all digests match."""
         name, suppliers = self._file.name, self._suppliers
         supplier = suppliers.take(name)
@@ -263,7 +272,9 @@ class RemoteReader(DataReader):
         try:
             try:
                 seconds = suppliers.deadline.left()
+                self._reach(done := before)
                 for part in supplier.read(name, start, [view], seconds=seconds):
+                    self._reach(done := done + len(part))
                     if suppliers.stopped.is_set():
                         break
                     if not chunks.add(part):

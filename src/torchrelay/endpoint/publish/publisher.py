@@ -308,7 +308,14 @@ class Publisher:
         arena = self.arenas.get(slot)
         if arena is None or arena.nbytes < nbytes or pinned > arena.pinned:
             self._drop_arena(slot)
-            arena = self.arenas[slot] = Arena(nbytes, pinned=pinned)
+            try:
+                arena = self.arenas[slot] = Arena(nbytes, pinned=pinned)
+            except MemoryError as fault:
+                raise EndpointError(
+                    f"no memory for the copy of this rank's part: {fault}. Free memory, or publish "
+                    "from more ranks",
+                    phase="stage",
+                ) from fault
         return arena
 
     def _drop_arena(self, slot: int) -> None:

@@ -17,11 +17,33 @@ from torchrelay.endpoint.server.messages import Listen, Show, StepRecord, laid_o
 from torchrelay.endpoint.server.snapshots import Arrivals
 from torchrelay.endpoint.server.step_server import StepServer
 from torchrelay.memory.arena import Arena
+from torchrelay.memory.free import check_free
 from torchrelay.memory.pages import PAGE
 from torchrelay.owner import Owner
 from torchrelay.record.schema import VolumeRecord
 from torchrelay.sources.access import Access
+from torchrelay.sources.connection import READ_BYTES
 from torchrelay.sources.lent_memory import MappedReader
+
+STEP_BYTES = 2 << 20  # of memory that is taken at once
+
+
+class ArrivingBytes:
+    """A range of an arena that gets its pages as bytes come for it: a record may announce more than
+    anybody sends."""
+
+    def __init__(self, arena: Arena, start: int, view: memoryview) -> None:
+        self.view = view
+        self._arena, self._start = arena, start
+        self._has = 0
+
+    def reach(self, done: int) -> None:
+        """So many bytes have come: have pages for the next ones. `MemoryError` where the system has
+        no more."""
+        if done + READ_BYTES > self._has < len(self.view):
+            size = min(max(done + READ_BYTES - self._has, STEP_BYTES), len(self.view) - self._has)
+            self._arena.reserve(self._start + self._has, size)
+            self._has += size
 
 
 class Seed:
@@ -44,6 +66,7 @@ class Seed:
         self._owner = Owner("Seed")
         self.closed = threading.Event()
         self._volumes, nbytes = laid_out(files)
+        check_free(nbytes)
         self._by_name = {volume.name: volume for volume in self._volumes}
         self._arrivals = Arrivals(sum(one.chunks for one in self._volumes), expects)
         self._arena = Arena(nbytes, populate=False)
@@ -68,12 +91,10 @@ class Seed:
 
     # Its memory.
 
-    def space(self, name: str, start: int, stop: int) -> memoryview:
-        """Memory for bytes that arrive; `MemoryError` where the system has no more."""
+    def space(self, name: str, start: int, stop: int) -> ArrivingBytes:
+        """Memory for bytes that arrive."""
         at = self._by_name[name].start
-        if start < stop:
-            self._arena.reserve(at + start, stop - start)
-        return self._memory[at + start : at + stop]
+        return ArrivingBytes(self._arena, at + start, self._memory[at + start : at + stop])
 
     def add(self, first: int, count: int) -> None:
         """Chunks have arrived, by their numbers among those of all volumes."""

@@ -19,7 +19,7 @@ import msgspec
 import numpy as np
 
 from torchrelay.deadlines import Deadline
-from torchrelay.endpoint.reshare.seed import Seed
+from torchrelay.endpoint.reshare.seed import ArrivingBytes, Seed
 from torchrelay.endpoint.server.messages import SeedAnnouncement, SeedAnswer
 from torchrelay.errors import EndpointError, TransferTimeoutError, UsageError
 from torchrelay.memory.crew import Crew, share_out
@@ -29,7 +29,12 @@ from torchrelay.sources.access import Access
 from torchrelay.sources.connection import Answered, Host, Reply
 from torchrelay.sources.endpoint import EndpointSource
 from torchrelay.sources.lent_memory import MappedReader
-from torchrelay.sources.remote_step import ArrivingChunks, RemoteStep, Supplier
+from torchrelay.sources.remote_step import (
+    ArrivingChunks,
+    RemoteReader,
+    RemoteStep,
+    Supplier,
+)
 from torchrelay.sources.seam import Opened, Source
 from torchrelay.stores.reading.chunks import whole_chunks
 
@@ -239,21 +244,22 @@ class Swarm:
     def _fetch(self, piece: Piece, giver: Neighbour) -> bool:
         """Whether a piece has arrived; others may have it then."""
         file, start, stop, number = piece
-        view = self.seed.space(file.name, start, stop)
+        space = self.seed.space(file.name, start, stop)
         begun = time.monotonic()
         try:
-            given = giver is not self._endpoint and self._from_neighbour(piece, giver, view)
+            given = giver is not self._endpoint and self._from_neighbour(piece, giver, space)
         except Answered:
             return False
         if not given:
-            self._remote.reader(file.name).read_into(start, view)
+            reader = RemoteReader(file, self._remote.suppliers, space.reach)
+            reader.read_into(start, space.view)
         spent = time.monotonic() - begun
         self._typical = spent if not self._typical else 0.9 * self._typical + 0.1 * spent
         self.seed.add(number, -(-(stop - start) // file.chunk_bytes))
         self._progress(stop - start)
         return True
 
-    def _from_neighbour(self, piece: Piece, giver: Neighbour, view: memoryview) -> bool:
+    def _from_neighbour(self, piece: Piece, giver: Neighbour, space: ArrivingBytes) -> bool:
         """Whether a neighbour gave a piece. `Answered` where it does not have it yet: it may be
         late, or its list of neighbours differs for a moment."""
         file, start, stop, _ = piece
@@ -262,7 +268,9 @@ class Swarm:
         seconds = max(min(seconds, self._deadline.left()), 0.01)
         begun = time.monotonic()
         try:
-            for part in giver.read(file.name, start, [view], seconds=seconds):
+            space.reach(done := 0)
+            for part in giver.read(file.name, start, [space.view], seconds=seconds):
+                space.reach(done := done + len(part))
                 if not chunks.add(part):
                     giver.dropped = f"wrong digest of {file.name} at byte {chunks.at}"
                     return False

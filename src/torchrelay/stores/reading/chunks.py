@@ -16,6 +16,7 @@ import xxhash
 from torchrelay.errors import CheckpointError, DamagedError, RelayError
 from torchrelay.geometry import DIGEST_BYTES
 from torchrelay.memory.crew import share_out
+from torchrelay.memory.free import check_free
 from torchrelay.plan.stored import Names, images_in
 from torchrelay.record.schema import Record, VolumeRecord
 from torchrelay.stores.retry import is_wrong
@@ -238,6 +239,7 @@ class Scratch:
 
     def view(self, nbytes: int) -> memoryview:
         if len(self._whole) < nbytes:
+            check_free(nbytes)
             self._whole = memoryview(mmap.mmap(-1, nbytes))
         piece: memoryview = self._whole[:nbytes]
         return piece
@@ -261,6 +263,7 @@ def check_chunks(
 
 def read_chunks(step: OpenStep, record: Record, task: Task) -> memoryview:
     """Read a range of whole chunks; `DamagedError` unless each has its digest."""
+    check_free(task.stop - task.start)
     data = memoryview(bytearray(task.stop - task.start))
     reader = opened(step, record, task.file)
     with reading(step, record, task):
