@@ -187,11 +187,16 @@ class Publisher:
             ended = m.FinishPublish(step, failed=True, unused=unused)
             self._server.ask(ended, m.Obeyed, _FINISH_SECONDS)
 
-    def _in_background(self, *args: object) -> None:
-        thread = threading.Thread(
-            target=self._finish, args=args, name="torchrelay-publish", daemon=True
-        )
-        thread.start()
+    def _in_background(
+        self, call: Call, staged: StagedStep | BaseException, pending: Pending, deadline: Deadline
+    ) -> None:
+        """Finish a publish on another thread; on this one where none can be started, so that the
+        ranks agree and the next publish does not wait for this one."""
+        finish = partial(self._finish, call, staged, pending, deadline)
+        try:
+            threading.Thread(target=finish, name="torchrelay-publish", daemon=True).start()
+        except RuntimeError:
+            finish()
 
     # Agree, reserve and copy, while the caller waits.
 

@@ -12,7 +12,7 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -73,8 +73,13 @@ class StepComparison:
         self._stopped = False
         self.seconds = 0.0
         self.changed = self.elements = 0
-        running = threads.run(lambda: self._compare(old, new, given), "compare", NICENESS)
-        self.wait = running.wait  # whether it is over, after a number of seconds at most
+        self.wait: Callable[..., bool] = lambda seconds=None: True
+        try:
+            running = threads.run(lambda: self._compare(old, new, given), "compare", NICENESS)
+        except RuntimeError:  # no thread can be started: subscribers get whole chunks
+            logger.warning("no thread compares a step with the one before", exc_info=True)
+        else:
+            self.wait = running.wait  # whether it is over, after so many seconds at most
 
     def _compare(self, old: StagedVolumes, new: StagedVolumes, given: FoundChanges | None) -> None:
         begun = time.monotonic()

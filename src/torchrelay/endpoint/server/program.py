@@ -6,10 +6,12 @@ when the trainer's end of the socket closes, for whatever reason.
 
 from __future__ import annotations
 
+import os
 import socket
 import time
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 
 import msgspec
 
@@ -37,23 +39,44 @@ def obey(link: socket.socket, act: Callable[[bytes], object]) -> None:
             send_frame(link, msgspec.msgpack.encode(answer))
 
 
-def descriptor_of(link: socket.socket, request: object) -> int:
-    """The descriptor that follows a request; -1 where none does."""
-    if not isinstance(request, m.StageSlot) or not request.attached:
-        return -1
-    _, (fd,), _, _ = socket.recv_fds(link, 1, 1)
-    return fd
+@dataclass
+class ReceivedMemory:
+    """Memory that came with a request, by its descriptor; -1 where none came."""
+
+    fd: int = -1
+
+    def take(self) -> int:
+        """The descriptor, for who closes it from now on."""
+        fd, self.fd = self.fd, -1
+        return fd
+
+
+@contextmanager
+def memory_of(link: socket.socket, request: object) -> Iterator[ReceivedMemory]:
+    """Within: the memory that follows a request. It is let go at the end, unless it was taken: a
+    request that is refused leaves nothing."""
+    received = ReceivedMemory()
+    if isinstance(request, m.StageSlot) and request.attached:
+        _, (received.fd,), _, _ = socket.recv_fds(link, 1, 1)
+    try:
+        yield received
+    finally:
+        if received.fd >= 0:
+            os.close(received.fd)
 
 
 def stage(
-    service: Service, fd: int, request: m.StageSlot, base: tuple[int, str] | None = None
+    service: Service,
+    memory: ReceivedMemory,
+    request: m.StageSlot,
+    base: tuple[int, str] | None = None,
 ) -> m.SlotStaged:
     """Take the memory of a slot, if it is new, and make the digests that its volumes lack. With
     `base`, the slot and snapshot of the newest step, another thread finds what changed."""
     snapshots = service.snapshots
-    if fd >= 0:
+    if memory.fd >= 0:
         with service.lock:
-            snapshots.attach(request.slot, fd, request.nbytes)
+            snapshots.attach(request.slot, memory.take(), request.nbytes)
     slot = snapshots.slots[request.slot]
     if snapshots.changes is not None:
         snapshots.changes.stage(request, slot.view[:], base)
@@ -135,6 +158,10 @@ class EndpointProgram:
 
     def _do(self, data: bytes) -> m.ServerAnswer:
         request = _request.decode(data)
+        with memory_of(self._link, request) as memory:
+            return self._obeyed(request, memory)
+
+    def _obeyed(self, request: m.ServerRequest, memory: ReceivedMemory) -> m.ServerAnswer:
         if isinstance(request, m.Listen):
             self._server = StepServer(request)
             self._slots = TwoSlots(self._server.service, request.hold)
@@ -147,7 +174,6 @@ class EndpointProgram:
         if self._server is None or self._slots is None:
             return m.Refused("nothing listens yet")
         service, slots = self._server.service, self._slots
-        fd = descriptor_of(self._link, request)
         if isinstance(request, m.Reserve) and service.snapshots.changes is not None:
             service.snapshots.changes.settle()
         base: tuple[int, str] | None = None
@@ -163,7 +189,7 @@ class EndpointProgram:
             else:
                 slots.finish(request)
         if isinstance(request, m.StageSlot):
-            return stage(service, fd, request, base)
+            return stage(service, memory, request, base)
         return m.Obeyed()
 
 

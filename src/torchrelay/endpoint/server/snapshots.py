@@ -24,12 +24,17 @@ HASHERS = 2  # threads: the trainer's own go first
 
 
 class Slot:
-    """Memory that a publisher fills: mapped to be hashed, open to be sent from."""
+    """Memory that a publisher fills: mapped to be hashed, open to be sent from. Its descriptor is
+    closed with it, and where it cannot be made."""
 
     def __init__(self, fd: int, nbytes: int) -> None:
-        self.file: BinaryIO = os.fdopen(fd, "rb", buffering=0)
+        try:
+            self._map = mmap.mmap(fd, nbytes, prot=mmap.PROT_READ)
+            self.file: BinaryIO = os.fdopen(fd, "rb", buffering=0)
+        except BaseException:
+            os.close(fd)
+            raise
         self.nbytes = nbytes
-        self._map = mmap.mmap(fd, nbytes, prot=mmap.PROT_READ)
         self.view = memoryview(self._map)
         self.mapped = 0  # processes that have it mapped
 

@@ -22,7 +22,7 @@ import msgspec
 
 from torchrelay.endpoint.server import messages as m
 from torchrelay.endpoint.server.http.sockets import Acceptor, listen_by_name, user_of
-from torchrelay.endpoint.server.program import descriptor_of, obey, stage
+from torchrelay.endpoint.server.program import ReceivedMemory, memory_of, obey, stage
 from torchrelay.endpoint.server.service import status
 from torchrelay.endpoint.server.step_server import StepServer
 from torchrelay.keeper.choice import KeeperRing
@@ -92,7 +92,12 @@ class KeeperProgram:
 
     def _do(self, worker: WorkerLink, data: bytes) -> k.KeeperAnswer:
         request = _request.decode(data)
-        fd = descriptor_of(worker.link, request)
+        with memory_of(worker.link, request) as memory:
+            return self._obeyed(worker, request, memory)
+
+    def _obeyed(
+        self, worker: WorkerLink, request: k.KeeperRequest, memory: ReceivedMemory
+    ) -> k.KeeperAnswer:
         with self._lock:
             if isinstance(request, m.Tell):
                 return m.StatusText(msgspec.json.encode(self._status()))
@@ -109,7 +114,7 @@ class KeeperProgram:
             with self._kept.service.lock:
                 answer = self._do_joined(self._kept, worker, request)
         if isinstance(request, m.StageSlot):
-            return stage(self._kept.service, fd, request)
+            return stage(self._kept.service, memory, request)
         return answer
 
     def _do_joined(

@@ -123,9 +123,11 @@ class Replication:
             return
         keeper.filled = room.slot
         slot, access, rate = snapshots.slots[room.slot], self._service.access, keeper.settings.rate
-        self._copying = CopyThread(
+        copying = CopyThread(
             wanted, room.slot, slot, older, self._ring, access, rate, done=self._finished
         )
+        self._copying = copying
+        copying.start()
 
     def _before(self, step: ServedSnapshot) -> ServedSnapshot | None:
         """The newest other step that this keeper has copies of."""
@@ -179,7 +181,13 @@ class CopyThread:
         self._rate, self._done = rate, done
         self._map = mmap.mmap(slot.file.fileno(), slot.nbytes)
         self._view = memoryview(self._map)
-        threading.Thread(target=self._run, name="torchrelay-copy", daemon=True).start()
+
+    def start(self) -> None:
+        """Begin to copy. `done` is called in any case, also where no thread can be started."""
+        try:
+            threading.Thread(target=self._run, name="torchrelay-copy", daemon=True).start()
+        except RuntimeError as fault:
+            self._end(str(fault))
 
     def stop(self) -> None:
         """Give it up; `done` is called all the same."""
@@ -197,10 +205,14 @@ class CopyThread:
             self.why = f"{type(fault).__name__}: {fault}"
             raise
         finally:
-            self._ranks.close(self.why)
-            # A failure may have left views of the memory behind: it is unmapped with the last.
-            del self._view, self._map
-            self._done(self)
+            self._end(self.why)
+
+    def _end(self, why: str) -> None:
+        self.why = why
+        self._ranks.close(why)
+        # A failure may have left views of the memory behind: it is unmapped with the last.
+        del self._view, self._map
+        self._done(self)
 
     def _copy(self, volume: Volume, url: str, deadline: Deadline, begun: float) -> None:
         for start in range(0, volume.nbytes, volume.chunk_bytes):
