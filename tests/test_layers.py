@@ -43,6 +43,7 @@ LAYERS: list[set[str]] = [
     {"weights"},
     {"dropin", "integrations"},
     {"recovery"},
+    {"check"},
     {"cli", "demo", "__main__"},
 ]
 HEIGHT = {part: height for height, layer in enumerate(LAYERS) for part in layer}

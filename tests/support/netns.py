@@ -15,6 +15,7 @@ import errno
 import os
 import pickle
 import queue
+import socket
 import sys
 import threading
 import time
@@ -169,9 +170,28 @@ class Switch:
                 port = ip.link_lookup(ifname=f"port{rank}")[0]
                 ip.link("set", index=port, state="up" if up else "down")
 
+        self._act(act)
+
+    @staticmethod
+    def _act(act: Callable[[], None]) -> None:
+        """Do it in a thread, which may enter another namespace."""
         plug = threading.Thread(target=act, name="netns", daemon=True)
         plug.start()
         plug.join(BUILD_SECONDS)
+
+    def refuse(self, host: int, port: int) -> None:
+        """From a host no connection reaches this port of any other: a firewall."""
+
+        def act() -> None:
+            from pyroute2 import IPRoute
+
+            _enter(self.namespaces[host])
+            with IPRoute() as ip:
+                options = {"FRA_IP_PROTO": socket.IPPROTO_TCP}
+                options["FRA_DPORT_RANGE"] = f"{port}:{port}"
+                ip.rule("add", action="FR_ACT_UNREACHABLE", **options)
+
+        self._act(act)
 
     def door(self, rank: int) -> str:
         """A host's namespace by a path, for processes of this user."""

@@ -1,6 +1,7 @@
 """A real S3 server on loopback (moto's), behind a door that a test can watch, hold and break.
 
     s3.url("name")            s3://bucket/name, with the environment set to reach it
+    s3.without = names        headers that the door drops, as a server would that ignores them
     s3.requests               what came in so far: (method, path with query, headers)
     s3.hook = fn              fn(method, path) is called before a request goes on to the server.
                               It may wait, return an HTTP status to refuse it with, or LOSE.
@@ -42,6 +43,7 @@ class S3:
         self.server = server
         self.requests: list[Request] = []
         self.hook: Hook | None = None
+        self.without: tuple[str, ...] = ()
         self.writing = threading.Lock()
         self._door = _Door(("127.0.0.1", 0), _Handler)
         self._door.s3 = self
@@ -95,6 +97,8 @@ class _Handler(BaseHTTPRequestHandler):
         headers = {key.lower(): value for key, value in self.headers.items()}
         s3.requests.append(Request(self.command, self.path, headers))
         body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
+        for name in s3.without:
+            headers.pop(name, None)
         verdict = s3.hook(self.command, self.path) if s3.hook else None
         if verdict is None or verdict == LOSE:
             # moto looks whether an object is there and then writes it; S3 does both at once.

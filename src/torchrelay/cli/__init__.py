@@ -67,8 +67,21 @@ def main() -> None:
 
         raise typer.Exit(run(small=small))
 
+    def check(
+        folder: str | None = typer.Option(None, help="A folder that steps are to be saved to."),
+        bucket: str | None = typer.Option(None, help="The URL of a bucket."),
+        json: bool = typer.Option(False, "--json", help="Print JSON."),
+    ) -> None:
+        """What of this machine helps, slows or breaks a job. On all ranks of a cluster: `torchrun
+        ... -m torchrelay.check`."""
+        from torchrelay.check.__main__ import run
+        from torchrelay.check.run import CheckPlan
+
+        raise typer.Exit(run(CheckPlan(folder, bucket), json=json))
+
     for act in (
         demo,
+        check,
         *(steps.ls, steps.rollback, steps.rm),
         *(contents.inspect, contents.verify, differences.diff),
         *(transfer.serve, transfer.pull, keepers.keeper, watch.watch),

@@ -105,20 +105,37 @@ class Bucket:
 
     def put(self, path: str, content: bytes, *, create: bool) -> None:
         """Put a JSON object in one atomic request; `create`: `FileExistsError` if it exists."""
-        given = {"attributes": {"Content-Type": "application/json"}, "use_multipart": False}
+        if not create:
+            self._put(path, content, "overwrite")
+            return
+        try:
+            self.put_once(path, content)
+        except NotImplementedError:
+            # Of two writers in the same instant, both pass.
+            if self.has(path):
+                reason = "the object is there already"
+                raise FileExistsError(errno.EEXIST, reason, self.name(path)) from None
+            self._put(path, content, "overwrite")
+
+    def put_once(self, path: str, content: bytes) -> None:
+        """Create a JSON object in one conditional request. `NotImplementedError` if the service has
+        none."""
+        self._put(path, content, "create")
+
+    def _put(self, path: str, content: bytes, mode: str) -> None:
+        attributes = {"Content-Type": "application/json"}
         with self.named(path):
             try:
-                mode = "create" if create else "overwrite"
-                self._obs.put(self._store, path, content, mode=mode, **given)
-                return
-            except (NotImplementedError, self._errors.NotSupportedError):
-                if not create:
-                    raise
-        # A service without conditional requests: of two writers in the same instant, both pass.
-        if self.has(path):
-            raise FileExistsError(errno.EEXIST, "the object is there already", self.name(path))
-        with self.named(path):
-            self._obs.put(self._store, path, content, **given)
+                self._obs.put(
+                    self._store,
+                    path,
+                    content,
+                    mode=mode,
+                    attributes=attributes,
+                    use_multipart=False,
+                )
+            except self._errors.NotSupportedError as error:
+                raise NotImplementedError("the service has no conditional requests") from error
 
     def has(self, path: str) -> bool:
         try:
