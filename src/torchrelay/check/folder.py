@@ -1,5 +1,5 @@
-"""Probes of a folder that steps are saved to: all ranks have the same one, renames are atomic, writes
-are durable, and listings are current."""
+"""Probes of a folder that steps are saved to: it is the same for all ranks, renames are atomic,
+writes are durable, and listings are current."""
 
 from __future__ import annotations
 
