@@ -135,9 +135,12 @@ class Report:
 @dataclass(frozen=True, eq=False)
 class Loaded:
     """A state that was received, loaded, pulled or recovered, with its step (None if the sender
-    named none) and the report. With `pull(reshare=True)`, `seed` serves the step until closed."""
+    named none) and the report. With `pull(reshare=True)`, `seed` serves the step until closed.
+    `back_from`: the higher step that the destination had before an update, where the publisher has
+    gone back."""
 
     state: Any = field(repr=False)
     step: int | None
     report: Report
     seed: Any = None
+    back_from: int | None = None

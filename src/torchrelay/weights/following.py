@@ -94,10 +94,14 @@ class NewestStep:
             return [newest]
         wanted = f"no step from {self._floor} on" if self._floor > 0 else "no step"
         there = f"; the newest is {newest}" if newest >= 0 else ""
+        unheard = "; ".join(f"{url} {why}" for url, why in self._origin.failed.items())
+        advice = "wait longer, or see whether the publisher is alive"
+        if fault is not None:
+            advice = f"{unheard or fault.message}. Start the publisher, or wait longer"
+        elif unheard:
+            advice = f"{unheard}; {advice}"
         raise TransferTimeoutError(
-            f"{wanted} at {self.name} in {deadline.seconds:g} s{there}: wait longer, or see "
-            "whether the publisher is alive",
-            phase="wait",
+            f"{wanted} at {self.name} in {deadline.seconds:g} s{there}: {advice}", phase="wait"
         ) from fault
 
     def identity(self, step: int) -> StepIdentity:

@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Iterable
 from contextlib import closing
+from dataclasses import replace
 from typing import Any
 
 import msgspec
@@ -24,7 +25,7 @@ from torchrelay.errors import (
     UsageError,
 )
 from torchrelay.owner import Owner
-from torchrelay.results import Loaded, Outcome, Peer, Report
+from torchrelay.results import Attempt, Loaded, Outcome, Peer, Report
 from torchrelay.sources.access import Access
 from torchrelay.sources.device_source import NAME as CUDA_IPC
 from torchrelay.sources.device_source import DeviceLentStep
@@ -34,6 +35,7 @@ from torchrelay.weights.device_updates import DeviceUpdates
 from torchrelay.weights.following import NewestStep, Publisher, StepIdentity, publisher
 from torchrelay.weights.mirror import Mirror
 
+_WENT_BACK = "the destination had it; the publisher went back to a lower step"
 AGAIN_SECONDS = 0.1  # before another look, where a step was replaced while it was read
 
 
@@ -73,6 +75,7 @@ class Subscription:
         self._mirror = Mirror()
         self._on_gpu = DeviceUpdates(request.into)
         self._held: StepIdentity | None = None  # the step that `into` has
+        self._latest: int | None = None  # the step of the last update that succeeded
         self._state: Any = None  # `into`, as loads return it
         self._owner = Owner("Subscription")
         self._calls = threading.Lock()
@@ -96,7 +99,8 @@ class Subscription:
         `into` is of one step, before and after: a failure leaves it as it was. A landing that has
         begun ends, and an interrupt is raised when it is over. Where `into` has the newest step
         already, or one with the same state, nothing is read. All ranks of a group call it together,
-        and all of them have the same step afterwards.
+        and all of them have the same step afterwards. A trainer that came back at a lower step is
+        followed: `back_from` of the result is the step that `into` had before.
         """
         self._owner.check()
         floor = 0 if at_least is None else check_step(at_least)
@@ -105,9 +109,18 @@ class Subscription:
             if self._closed:
                 raise UsageError("this subscription is closed: subscribe again")
             with self._ranks.measured("update", at_least) as measured:
-                loaded = self._update(floor, deadline)
+                loaded = self._compared(self._update(floor, deadline))
                 measured.end(loaded.report)
                 return loaded
+
+    def _compared(self, loaded: Loaded) -> Loaded:
+        """The result of an update, which says if the step is lower than the one before."""
+        before, self._latest = self._latest, loaded.step
+        if before is None or loaded.step is None or loaded.step >= before:
+            return loaded
+        gone = Attempt(", ".join(map(str, loaded.report.peers)) or "publisher", before, _WENT_BACK)
+        report = replace(loaded.report, attempts=(*loaded.report.attempts, gone))
+        return replace(loaded, report=report, back_from=before)
 
     def _update(self, floor: int, deadline: Deadline) -> Loaded:
         while True:
