@@ -158,9 +158,18 @@ class Catalog:
             wanted = self._keep.wanted_with(good, known) | {*good[-1:], committed}
             for step in good:
                 if step not in wanted:
-                    self.delete(step, listing)
+                    self._drop(step, listing)
         except Exception as fault:  # also of a policy: the step is committed all the same
             logger.warning("old steps could not be removed: %s: %s", type(fault).__name__, fault)
+
+    def _drop(self, step: int, listing: Listing) -> None:
+        """Remove an old step. One that cannot be removed does not keep the others."""
+        try:
+            self.delete(step, listing)
+        except StepNotFoundError:
+            logger.info("step %d was removed by another process", step)
+        except CheckpointError as fault:
+            logger.warning("an old step could not be removed: %s", fault)
 
     def _intact(self, listing: Listing, committed: int, saved: _Checked) -> dict[int, _Checked]:
         """The steps that count for retention. One that was checked counts until the listing shows

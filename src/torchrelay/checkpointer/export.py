@@ -75,7 +75,7 @@ def _write(
         check_wanted()
         files.sync_dir(str(temporary.path))
         files.rename(str(temporary.path), str(place))
-        files.sync_dir(str(place.parent))
+        files.sync_name(str(place))
     except BaseException as fault:
         shutil.rmtree(temporary.path, ignore_errors=True)
         if not isinstance(fault, OSError):

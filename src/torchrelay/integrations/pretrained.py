@@ -60,7 +60,7 @@ def write_pretrained(
         model.save_pretrained(temporary, state_dict=weights, **options)
         _sync(temporary, files)
         files.rename(str(temporary), str(place))
-        files.sync_dir(str(place.parent))
+        files.sync_name(str(place))
     except ValueError as fault:  # of transformers or PEFT, for what they cannot save
         raise UsageError(f"the model cannot be exported: {fault}") from fault
     except OSError as fault:

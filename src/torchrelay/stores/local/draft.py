@@ -6,10 +6,10 @@ import errno
 import os
 import time
 from collections.abc import Callable
-from contextlib import AbstractContextManager, ExitStack, suppress
+from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 
-from torchrelay.stores.local.files import Files, lock, named
+from torchrelay.stores.local.files import Files, claimed, lock, named
 from torchrelay.stores.local.handles import Handles
 from torchrelay.stores.local.removal import remove_directory
 from torchrelay.stores.local.root import StepRoot, directory_id, is_committed
@@ -116,10 +116,7 @@ class LocalDraft(CommitPoint):
         if self._files.exchange(self.place, target):
             return self.place
         replaced = f"{target}.old-{self._token}"
-        with ExitStack() as held:
-            with suppress(OSError):  # a file system without locks
-                if (fd := lock(target)) is not None:  # so that no one moves it back meanwhile
-                    held.callback(os.close, fd)
+        with claimed(target):  # so that no one moves it back meanwhile
             self._files.rename(target, replaced)
             try:
                 self._files.rename(self.place, target)

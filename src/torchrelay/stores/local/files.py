@@ -9,7 +9,7 @@ import os
 import stat
 import uuid
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO
 
@@ -99,6 +99,20 @@ class Files:
         finally:
             os.close(fd)
 
+    def sync_name(self, path: str) -> None:
+        """Make the name of what was created or renamed last. Where its directory may not be read,
+        and so not be synced alone, the whole file system is."""
+        try:
+            self.sync_dir(str(Path(path).parent))
+        except PermissionError:
+            fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+            try:
+                if _libc.syncfs(fd) != 0:
+                    code = ctypes.get_errno()
+                    raise OSError(code, os.strerror(code), path) from None
+            finally:
+                os.close(fd)
+
 
 @contextmanager
 def atomic_file(path: Path) -> Iterator[BinaryIO]:
@@ -111,7 +125,7 @@ def atomic_file(path: Path) -> Iterator[BinaryIO]:
             file.flush()
             os.fsync(file.fileno())
         temporary.replace(path)
-        Files().sync_dir(str(path.parent))
+        Files().sync_name(str(path))
     finally:
         temporary.unlink(missing_ok=True)
 
@@ -159,3 +173,17 @@ def lock(path: str) -> int | None:
         os.close(fd)
         raise
     return fd
+
+
+@contextmanager
+def claimed(path: str) -> Iterator[None]:
+    """Within: a directory is held, under whatever name it has meanwhile, if no one else holds it
+    and the file system has locks."""
+    held = None
+    with suppress(OSError):
+        held = lock(path)
+    try:
+        yield
+    finally:
+        if held is not None:
+            os.close(held)

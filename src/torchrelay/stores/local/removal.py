@@ -53,12 +53,18 @@ def remove_directory(path: str, files: Files) -> bool:
     """Remove what is a step's or a draft's own, the commit record first, and then the directory,
     if nothing is left in it. A link in its place is removed, and what it leads to is not touched.
 
-    Returns whether the name is gone.
+    Another process may be removing it too: what is gone already counts as removed. Returns whether
+    the name is gone.
     """
     if Path(path).is_symlink():
-        files.unlink(path)
+        with suppress(FileNotFoundError):
+            files.unlink(path)
         return True
-    with closing(os.open(path, _DIRECTORY)) as within:
+    try:
+        directory = os.open(path, _DIRECTORY)
+    except FileNotFoundError:
+        return True
+    with closing(directory) as within:
         manifest = None
         with suppress(OSError, EOFError):
             manifest = read_manifest(within, path)
@@ -67,12 +73,14 @@ def remove_directory(path: str, files: Files) -> bool:
             names = {entry.name: entry.is_dir(follow_symlinks=False) for entry in entries}
         for name in sorted(names, key=lambda name: (name != MANIFEST, name)):
             if not names[name] and (name == MANIFEST or own(name)):
-                files.unlink(f"{path}/{name}", within)
+                with suppress(FileNotFoundError):
+                    files.unlink(f"{path}/{name}", within)
                 del names[name]
     if names:
         logger.warning("%s stays, for what is none of a step's: %s", path, ", ".join(sorted(names)))
         return False
-    files.remove_dir(path)
+    with suppress(FileNotFoundError):
+        files.remove_dir(path)
     return True
 
 

@@ -18,7 +18,7 @@ from torchrelay.stores.seam import MANIFEST, Listing
 
 # A directory of a step, where it belongs or where it was moved to for its successor.
 STEP = re.compile(r"step-(0|[1-9][0-9]{0,18})(\.old-.+-\d+-[0-9a-f]+)?")
-# A draft, or a directory that was moved away: of which step, which of the two, and whose.
+# A draft, or a directory that was moved away: the step, which of the two it is, and the writer.
 LEFT = re.compile(r"step-(\d+)\.(tmp|old)-(.+)-(\d+)-[0-9a-f]+")
 
 
@@ -48,7 +48,10 @@ class StepRoot:
             if not place.exists():
                 with suppress(FileExistsError):  # another process is as fast
                     self.files.make_dir(str(place))
-            self.files.sync_dir(str(place.parent))
+                self.files.sync_name(str(place))
+            else:  # another process may have made it a moment ago; its parent may be unreadable
+                with suppress(PermissionError):
+                    self.files.sync_dir(str(place.parent))
         self._made = True
 
     def names(self) -> dict[str, int]:

@@ -20,7 +20,7 @@ from itertools import islice
 from pathlib import Path
 
 from torchrelay.stores.local.draft import LocalDraft
-from torchrelay.stores.local.files import Files, lock
+from torchrelay.stores.local.files import Files, claimed, lock
 from torchrelay.stores.local.removal import closing, remove_directory
 from torchrelay.stores.local.root import (
     LEFT,
@@ -83,9 +83,10 @@ class LocalStore:
         found = (self._root.folders() if listing is None else listing).get(step)
         for name, _ in reversed(found or [(place.name, 0)]):
             away = f"{place}.tmp-{token()}"
-            self._files.rename(f"{self.url}/{name}", away)
-            self._files.sync_dir(self.url)
-            remove_directory(away, self._files)
+            with claimed(f"{self.url}/{name}"):  # or `clean` would take it for left behind
+                self._files.rename(f"{self.url}/{name}", away)
+                self._files.sync_dir(self.url)
+                remove_directory(away, self._files)
 
     def clean(self) -> list[str]:
         removed = []
