@@ -20,8 +20,21 @@ ProgressCallback = Callable[[Progress], None]
 
 
 def reporter(progress: ProgressCallback | None) -> Callable[[int, int], None]:
+    """Reports of several threads, for the caller's progress function: it is called by one thread at
+    a time, and `done` never falls: bytes that are fetched again are not shown twice."""
     show = _checked(progress)
-    return untold if show is None else lambda done, total: show(Progress(done, total))
+    if show is None:
+        return untold
+    lock, most = threading.Lock(), 0
+
+    def report(done: int, total: int) -> None:
+        nonlocal most
+        with lock:
+            if done >= most:
+                most = done
+                show(Progress(done, total))
+
+    return report
 
 
 def _checked(progress: ProgressCallback | None) -> ProgressCallback | None:
@@ -35,7 +48,8 @@ def untold(done: int, total: int) -> None:
 
 
 class Bar:
-    """Bytes done of all, for the caller's progress function."""
+    """Bytes done of all, for the caller's progress function. Any thread may add to it; the function
+    is called by one at a time."""
 
     def __init__(self, show: ProgressCallback | None, total: int = 0) -> None:
         self._show = _checked(show)

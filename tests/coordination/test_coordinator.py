@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 import torchrelay as tr
 from tests.support.ranks import RankPool, run_ranks
+from torchrelay.coordination import group_store
 from torchrelay.coordination.coordinator import Coordinator
 from torchrelay.coordination.group_store import GroupStore
 from torchrelay.coordination.messages import CallName, conflicts
@@ -248,3 +249,48 @@ def test_a_rank_that_is_behind_fails_alone_and_once() -> None:
     assert failing((save, 8), (save, 9), behind={0: 7}) == {0}, "it comes nearer"
     assert failing((save, 7), (save, 9), behind={0: 7}) == {1}, "it does not"
     assert failing((save, 7), ("load", None)) == {0, 1} == failing(("a", None), ("b", None))
+
+
+class Clock:
+    """Time that passes in sleeps, and for the store's answers."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        assert seconds > 0
+        self.now += seconds
+
+
+class Late:
+    """A store whose one key comes at a time."""
+
+    def __init__(self, clock: Clock, comes_at: float) -> None:
+        self._clock, self._comes_at, self.asked = clock, comes_at, 0
+
+    def check(self, keys: list[str]) -> bool:
+        self.asked += 1
+        self._clock.now += 0.0001
+        return self._clock.now >= self._comes_at
+
+
+@pytest.mark.parametrize(("comes_at", "most"), [(0.01, 21), (1.0, 120), (60.0, 400), (600.0, 2600)])
+def test_who_waits_longer_asks_the_store_rarely(
+    comes_at: float, most: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = Clock()
+    monkeypatch.setattr(group_store, "time", clock)
+    store, looks = Late(clock, comes_at), []
+    assert GroupStore(store).wait_for(["key"], 1000.0, lambda: looks.append(clock.now))
+    assert clock.now <= comes_at * (1 + group_store.LATE) + 0.01, "it is found soon"
+    assert store.asked <= most and len(looks) <= store.asked
+
+
+def test_a_wait_ends_at_its_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock()
+    monkeypatch.setattr(group_store, "time", clock)
+    assert not GroupStore(Late(clock, 1e9)).wait_for(["key"], 100.0)
+    assert 100.0 <= clock.now < 100.01

@@ -187,6 +187,27 @@ def test_a_place_with_a_bad_url_alone_is_a_typed_error(endpoint: Endpoint) -> No
         tr.pull(between.url, same_host=False, timeout=30)
 
 
+@pytest.mark.parametrize("rest", ["no volume", "no URL", "another volume"])
+def test_a_step_without_a_place_says_which_volume_lacks_one(endpoint: Endpoint, rest: str) -> None:
+    def alter(line: str, body: bytes) -> bytes:
+        if "/steps.json" in line:
+            return re.sub(rb'"here":\[[^]]*\]', b'"here":[]', body)
+        if "/places.json" not in line:
+            return body
+        names = msgspec.json.decode(body)["volumes"]
+        given = {
+            "no volume": {},
+            "no URL": {name: [] for name in names},
+            "another volume": {"x": [""]},
+        }
+        return msgspec.json.encode({"volumes": given[rest]})
+
+    with Between(endpoint.url, alter) as between, pytest.raises(tr.errors.EndpointError) as caught:
+        tr.pull(between.url, same_host=False, timeout=30)
+    text = str(caught.value)
+    assert "no server has volume" in text and "step 5" in text and between.url in text
+
+
 def test_the_token_of_an_https_endpoint_is_never_sent_in_the_clear(tmp_path: Path) -> None:
     """Neither to a seed nor to a place that is named by http://."""
     key, cert = certificate(tmp_path)

@@ -11,7 +11,7 @@ from itertools import count
 
 import msgspec
 
-from torchrelay.coordination.group_store import GroupStore, StoreLost
+from torchrelay.coordination.group_store import GroupStore, StoreLost, pause_after
 from torchrelay.coordination.messages import (
     CallName,
     RankMessage,
@@ -260,10 +260,12 @@ class GroupCall(Call):
         return reason
 
     def drain(self) -> None:
-        end = time.monotonic() + DRAIN_SECONDS
+        begun = time.monotonic()
         with suppress(StoreLost):
-            while time.monotonic() < end and any(map(self._store.has, self._answers)):
-                time.sleep(0.0005)
+            while any(map(self._store.has, self._answers)):
+                if (waited := time.monotonic() - begun) > DRAIN_SECONDS:
+                    return
+                time.sleep(pause_after(waited))
 
     # Ranks that are missing.
 

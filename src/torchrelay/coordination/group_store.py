@@ -17,8 +17,9 @@ import torch.distributed as dist
 from torchrelay.errors import CheckpointError
 
 PIECE_BYTES = 1 << 20
-POLL = (0.0005, 0.02)  # seconds between two looks at the store: first, and after a long wait
-LOOK = 0.1  # seconds between two looks at anything else meanwhile
+POLL = (0.0005, 0.25)  # seconds between two looks at the store: first, and after a long wait
+LATE = 0.05  # of the time waited: how late a value may be found
+LOOK = 0.1  # seconds between two looks at anything else meanwhile, or longer if `POLL` is
 _COUNT_BYTES = 4
 _MISSING = "torchrelay: no such key"
 
@@ -89,20 +90,21 @@ class GroupStore:
     ) -> bool:
         """Whether all of the keys exist in time; calls `look` now and then.
 
-        The store's own wait would block every other user of the store.
+        The store's own wait would block every other user of the store. One process serves the store
+        to all ranks of a job, and all may wait for a slow one: the longer a rank has waited, the
+        rarer it asks.
         """
-        now = next_look = time.monotonic()
-        end = now + seconds
-        pause, longest = POLL
+        begun = now = next_look = time.monotonic()
+        end = begun + seconds
         while not self.has(*keys):
             now = time.monotonic()
+            pause = pause_after(now - begun)
             if now >= next_look:
-                next_look = now + LOOK
+                next_look = now + max(LOOK, pause)
                 look()
             if now > end:
                 return False
-            time.sleep(pause)
-            pause = min(pause * 1.3, longest)
+            time.sleep(min(pause, max(end - now, POLL[0])))
         return True
 
     def add(self, key: str, amount: int) -> int:
@@ -127,6 +129,12 @@ class GroupStore:
                 "the store of the process group is gone, and with it the process that holds it "
                 f"(usually rank 0): start the job again: {str(fault).splitlines()[0]}"
             ) from fault
+
+
+def pause_after(waited: float) -> float:
+    """Seconds until the next look of who has waited for so long."""
+    first, longest = POLL
+    return max(first, min(LATE * waited, longest))
 
 
 def _pieces(key: str, head: bytes) -> list[str]:

@@ -46,6 +46,7 @@ SHORT_POLL = 0.5  # and where another server did not answer and is asked again
 END_SECONDS = 1.0  # to tell all servers that a read is over
 MAX_URLS, MAX_KEEPERS = 64, 4096
 _AT_ONCE = 16
+_SHOWN = 3  # volumes in a message
 _MARGIN = 0.1  # seconds that an answer may take on its way
 
 Result = TypeVar("Result")
@@ -234,8 +235,9 @@ class EndpointSource:
                     break
         return None
 
-    def _nobody(self, deadline: Deadline) -> RelayError:
-        reasons = "; ".join(f"{url}: {why}" for url, why in self.failed.items())
+    def _nobody(self, deadline: Deadline, cause: str = "") -> RelayError:
+        faults = [f"{url}: {why}" for url, why in self.failed.items()]
+        reasons = "; ".join([*([cause] if cause else []), *faults])
         refused = all("does not answer: " not in why for why in self.failed.values())
         if deadline.passed and not refused:
             text = f"no endpoint could be read in {deadline.seconds:g} s: {reasons}"
@@ -312,9 +314,10 @@ class EndpointSource:
                         add(name, url or host.url, self.host(url, host) if url else host)
                     except UsageError as fault:
                         self.failed[ascii(url)] = fault.message
-        if not all(volumes.values()):
-            raise self._nobody(deadline)
-        return Suppliers(volumes, deadline, f"step {record.step} of {self.name}")
+        what = f"step {record.step} of {self.name}"
+        if lacking := [name for name, some in volumes.items() if not some]:
+            raise self._nobody(deadline, f"no server has {_some(lacking)} of {what}")
+        return Suppliers(volumes, deadline, what)
 
     def _map(self, suppliers: Suppliers, record: Record, snapshot: str) -> None:
         """Have the servers of this host lend their memory, where it is that of the record."""
@@ -401,6 +404,12 @@ class EndpointSource:
             loaded.report, peers=peers, verified=verify or not self.mapped, instead=reasons
         )
         return replace(loaded, report=report)
+
+
+def _some(volumes: list[str]) -> str:
+    shown = ", ".join(map(ascii, volumes[:_SHOWN]))
+    more = len(volumes) - _SHOWN
+    return f"volume{'s' if len(volumes) > 1 else ''} {shown}{f' and {more} more' * (more > 0)}"
 
 
 def _by_snapshot(listed: Holders) -> dict[str, Holders]:

@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from msgspec import Meta
 
+from torchrelay.coordination.group_store import pause_after
 from torchrelay.deadlines import TICK, Deadline
 from torchrelay.errors import PeerLostError, RemoteProtocolError, TransferTimeoutError
 from torchrelay.memory import threads
@@ -25,7 +26,6 @@ from torchrelay.transports.c10d import ProcessGroup, inside_backend, watch
 from torchrelay.transports.wire import handshake
 from torchrelay.transports.wire.messages import Id, Key, Name
 
-_PAUSES = (0.0005, 0.02)  # seconds between looks at the store: first, and after a while
 _TAG = (1 << 30) + 7  # clear of the tags of torch's own protocol
 _MESSAGE_BYTES = 512
 
@@ -107,7 +107,7 @@ class Directory:
 
 def _wait_until(found: Callable[[], bool], rank: int, deadline: Deadline) -> None:
     """Look again and again; `TransferTimeoutError` if it is not so by the deadline."""
-    pause, longest = _PAUSES
+    begun = time.monotonic()
     while not found():
         if deadline.passed:
             raise TransferTimeoutError(
@@ -115,8 +115,7 @@ def _wait_until(found: Callable[[], bool], rank: int, deadline: Deadline) -> Non
                 "s (a sender that uses torch's PGTransport is received with "
                 "torchrelay.dropin.PGTransport)"
             )
-        time.sleep(min(pause, deadline.left()))
-        pause = min(1.3 * pause, longest)
+        time.sleep(min(pause_after(time.monotonic() - begun), deadline.left()))
 
 
 class StoreDirectory(Directory):
