@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import pytest
@@ -373,15 +374,179 @@ def test_two_tensors_for_one_piece_of_memory_are_refused() -> None:
     tied = torch.zeros(2)
     into = {"a": tied, "b": tied}
     state = {name: torch.full((2,), float(n), dtype=torch.float64) for n, name in enumerate("ab")}
-    for dtype, said in (("float64", "b: a and b go to the same memory"), (None, "shares memory")):
+    for dtype in ("float64", None):
         one = {
             name: tensor.to(torch.float64 if dtype else tied.dtype)
             for name, tensor in state.items()
         }
         mapping = WeightMapping((ParameterRule("*", dtype=dtype),))
+        said = r"a'\] and .*b'\] go to the same memory; the destination shares memory"
         with pytest.raises(MismatchError, match=said):
             trip(one, into=MappedDestination(into, mapping))
     assert not tied.any()
+
+
+# How a state comes to a destination.
+
+
+def _send(state: object, into: object, folder: Path) -> None:
+    trip(state, into=into)
+
+
+def _load(state: object, into: object, folder: Path) -> None:
+    with tr.Checkpointer(folder, timeout=TIMEOUT) as there:
+        there.save(1, state)
+        there.load(into)
+
+
+def _pull(state: object, into: object, folder: Path, *, same_host: bool = True) -> None:
+    with tr.serve(state, step=1, timeout=TIMEOUT) as endpoint:
+        tr.pull(endpoint.url, into=into, same_host=same_host, group=False, timeout=TIMEOUT)
+
+
+def _pull_over_tcp(state: object, into: object, folder: Path) -> None:
+    _pull(state, into, folder, same_host=False)
+
+
+def _subscribe(state: object, into: object, folder: Path) -> None:
+    with (
+        tr.serve(state, step=1, timeout=TIMEOUT) as endpoint,
+        tr.subscribe(endpoint.url, into=into, group=False, timeout=TIMEOUT) as updates,
+    ):
+        updates.update()
+
+
+WAYS = [_send, _load, _pull, _pull_over_tcp, _subscribe]
+WIDE = ParameterRule("*", dtype="float64")  # converted to what the parameter has
+
+
+def _overlapping(kind: str) -> tuple[dict[str, Any], Any, torch.Tensor]:
+    """A state, a destination that would have to hold two of its values in one place, and the memory
+    that must not change."""
+    buf = torch.full((6,), -1.0)
+    state: dict[str, Any] = {
+        name: torch.full((4,), float(number), dtype=torch.float64)
+        for number, name in enumerate("ab")
+    }
+    into: Any = {"a": buf[0:4], "b": buf[2:6]}
+    if kind == "converted":
+        return state, MappedDestination(into, WeightMapping((WIDE,))), buf
+    if kind == "one of them converted":
+        state["b"] = state["b"].float()
+        return state, MappedDestination(into, WeightMapping((ParameterRule("b"), WIDE))), buf
+    if kind == "several parameters of one tensor":
+        into["c"] = torch.zeros(4)  # of the same tensor as b, so both are copied
+        rules = (ParameterRule("a"), ParameterRule("*", (SourcePart("b"),)))
+        state = {name: tensor.float() for name, tensor in state.items()}
+        return state, MappedDestination(into, WeightMapping(rules)), buf
+    if kind == "one tensor, shifted":
+        rules = (ParameterRule("*", (SourcePart("a"),), dtype="float64"),)
+        return {"a": torch.arange(4.0).double()}, MappedDestination(into, WeightMapping(rules)), buf
+    if kind == "padding":
+        # The last row is padding, and another parameter.
+        rules = (
+            ParameterRule("a", (SourcePart("a", 3),), split=0, padded=True),
+            ParameterRule("b"),
+        )
+        state = {"a": torch.arange(3.0), "b": torch.ones(1)}
+        into = {"a": buf[0:4], "b": buf[3:4]}
+        return state, MappedDestination(into, WeightMapping(rules)), buf
+    if kind == "expanded":
+        into = {"a": buf[:1].expand(4)}
+        state = {"a": torch.arange(4.0).double()}
+        return state, MappedDestination(into, WeightMapping((WIDE,))), buf
+    if kind == "another leaf of the state":
+        mapped = MappedDestination({"a": into["a"]}, WeightMapping((WIDE,)))
+        return {"m": {"a": state["a"]}, "b": state["b"].float()}, {"m": mapped, "b": into["b"]}, buf
+    if kind == "an array":
+        mapped = MappedDestination({"a": into["a"]}, WeightMapping((WIDE,)))
+        array = into["b"].numpy()
+        offered = {"m": {"a": state["a"]}, "b": state["b"].float().numpy()}
+        return offered, {"m": mapped, "b": array}, buf
+    assert kind == "another mapped destination"
+    both = {x: MappedDestination({x: into[x]}, WeightMapping((WIDE,))) for x in "ab"}
+    return {x: {x: state[x]} for x in "ab"}, both, buf
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "converted",
+        "one of them converted",
+        "several parameters of one tensor",
+        "one tensor, shifted",
+        "padding",
+        "expanded",
+        "another leaf of the state",
+        "an array",
+        "another mapped destination",
+    ],
+)
+def test_memory_that_would_take_two_values_is_refused(kind: str, way: Any, tmp_path: Path) -> None:
+    state, into, memory = _overlapping(kind)
+    before = memory.clone()
+    with pytest.raises(MismatchError, match="shares memory"):
+        way(state, into, tmp_path)
+    assert torch.equal(memory, before)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_memory_that_takes_one_value_twice_is_converted_once_or_twice(
+    way: Any, tmp_path: Path
+) -> None:
+    """Views that overlap, and take what they share from the same elements."""
+    buf, columns = torch.zeros(4), torch.zeros(2, 4)
+    into = {"all": buf, "first": columns[:, :2], "second": columns[:, 2:], "view": buf.view(4)}
+    rules = (
+        ParameterRule("all", (SourcePart("x"),), dtype="float64"),
+        ParameterRule("view", (SourcePart("x"),), dtype="float64"),
+        WIDE,
+    )
+    x, first, second = (torch.randn(s, dtype=torch.float64) for s in ((4,), (2, 2), (2, 2)))
+    state = {"x": x, "first": first, "second": second}
+    way(state, MappedDestination(into, WeightMapping(rules)), tmp_path)
+    assert torch.equal(buf, x.float())
+    assert torch.equal(columns, torch.cat([first, second], 1).float())
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_overlapping_memory_is_refused_as_counting_each_element_tells(seed: int) -> None:
+    """Random views of one buffer, converted or not: refused if an element would take two values,
+    and exact otherwise."""
+    random, told = Random(seed), {True: 0, False: 0}
+    for _ in range(60):
+        buf = torch.full((24,), -1.0)
+        numbers = torch.arange(24)
+        into, state, rules, elements = {}, {}, [], []
+        for name in "abc"[: random.randint(2, 3)]:
+            sizes, steps = random.choice([((4,), (1,)), ((2, 3), (6, 1)), ((3, 2), (1, 6))])
+            at = random.choice([0, 2, 3, 4, 6, 8, 12])
+            into[name] = buf.as_strided(sizes, steps, at)
+            source = random.choice("xy") + str(len(sizes)) + str(sizes[0])
+            dtype = random.choice([torch.float64, torch.float32])
+            source += str(dtype)[-2:]
+            state.setdefault(source, torch.randn(sizes).to(dtype))
+            kind = str(dtype).removeprefix("torch.")
+            rules.append(ParameterRule(name, (SourcePart(source),), dtype=kind))
+            places = numbers.as_strided(sizes, steps, at).flatten().tolist()
+            elements += [(place, source, n) for n, place in enumerate(places)]
+        taken: dict[int, set[tuple[str, int]]] = {}
+        for place, source, n in elements:
+            taken.setdefault(place, set()).add((source, n))
+        fine = all(len(values) == 1 for values in taken.values())
+        told[fine] += 1
+        destination = MappedDestination(into, WeightMapping(tuple(rules)))
+        if not fine:
+            with pytest.raises(MismatchError, match="shares memory"):
+                trip(state, into=destination)
+            assert (buf == -1).all()
+            continue
+        trip(state, into=destination)
+        for place, values in taken.items():
+            ((source, n),) = values
+            assert buf[place] == state[source].flatten()[n].float()
+    assert min(told.values()) > 3, told
 
 
 @pytest.mark.parametrize("shard", [(2, 2), (-1, 2), (0, 0)])

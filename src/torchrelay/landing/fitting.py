@@ -26,6 +26,7 @@ from torchrelay.record.rows import LeafRows, Marks
 from torchrelay.state import tensors as t
 from torchrelay.state.leaves import check_buildable
 from torchrelay.state.matching import Matched, Pair
+from torchrelay.state.objects import InPlaceObject
 from torchrelay.state.paths import LeafPaths, Path, naming
 
 
@@ -56,7 +57,14 @@ class Fitting:
                 with naming(path):
                     check_buildable(leaf)
                 self.values[here] = index, path
-        check_ties(plain, fits, chunks, lambda leaf: LeafPaths(into.flat.tree)[leaf])
+        writes = [
+            (path, write)
+            for path, held in into.objects.items()
+            if isinstance(held.object, InPlaceObject)
+            for write in held.object.own_writes()
+            if write.memory.numel()
+        ]
+        check_ties(plain, fits, writes, chunks, lambda leaf: LeafPaths(into.flat.tree)[leaf])
         locals_: Sequence[Any] = into.layout.locals
         sharded = into.layout.sharded.locals
         whole = len(plain.leaf) == len(mine)

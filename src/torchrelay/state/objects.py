@@ -46,6 +46,18 @@ class OfferedTensor(NamedTuple):
     in_boxes: bool
 
 
+class OwnWrite(NamedTuple):
+    """Memory that an object writes itself when its state has landed, such as values that it
+    converts: the elements from `offsets` on of its tensor `name`, whose shape is `shape`. No name
+    stands for zeros. `parameter` is for messages."""
+
+    parameter: str
+    memory: torch.Tensor
+    name: str | None = None
+    shape: tuple[int, ...] = ()
+    offsets: tuple[int, ...] = ()
+
+
 class InPlaceObject(ABC):
     """An object whose state dict has memory that is written in place, as that of a module is."""
 
@@ -63,6 +75,11 @@ class InPlaceObject(ABC):
     ) -> Collection[str]:
         """Refuse an offered state by `MismatchError` before a byte moves; None stands for anything
         that is not a tensor. Returns the names that are left out without being missed."""
+
+    @abstractmethod
+    def own_writes(self) -> list[OwnWrite]:
+        """What `load_state_dict` is going to write, for the state that was checked last. The
+        landing refuses memory that would have to take two values."""
 
     @abstractmethod
     def load_state_dict(self, state: dict[str, Any]) -> None:

@@ -1,12 +1,17 @@
-"""Destinations that share memory: each byte of it must be offered by one place alone."""
+"""Destinations that share memory: each byte of it must be offered by one place alone.
+
+An object in place may write more memory when its state has landed. Those values come from no
+place in the stream: each of its tensors counts as a place of its own, beyond the stream's end.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from math import gcd, prod
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
+import torch
 
 from torchrelay.errors import MismatchError
 from torchrelay.geometry.boxes import Box, Comparisons
@@ -17,8 +22,11 @@ from torchrelay.landing.checks.fit import ArrayFit, Fit, Found
 from torchrelay.landing.straight import Straight
 from torchrelay.record import manifest as m
 from torchrelay.state import tensors as t
+from torchrelay.state.objects import OwnWrite
 from torchrelay.state.paths import Path
 from torchrelay.state.tree import show
+
+_ELEMENT_BYTES = 16  # of the largest dtype
 
 
 class _Claim(NamedTuple):
@@ -49,27 +57,45 @@ class _Claim(NamedTuple):
         return self.strides == self.source_strides and not self.flags
 
 
+class _Claimed(NamedTuple):
+    """A claim, the path of the destination, and its address space: host and GPUs have one."""
+
+    claim: _Claim
+    path: Path
+    space: torch.device | None
+
+
 def check_ties(
-    plain: Straight, fits: Sequence[Found], chunks: Chunks, path_of: Callable[[int], Path]
+    plain: Straight,
+    fits: Sequence[Found],
+    writes: Sequence[tuple[Path, OwnWrite]],
+    chunks: Chunks,
+    path_of: Callable[[int], Path],
 ) -> None:
     """Raise `MismatchError` where a byte of the destinations would have to hold two values.
 
     `plain` has those that are one run of memory; two of them share some only if they are one
-    leaf, whose path is asked for.
+    leaf, whose path is asked for. `writes` are made by the objects at these paths.
     """
-    if not fits and np.bincount(plain.leaf, minlength=1).max() < 2:
+    if not fits and not writes and np.bincount(plain.leaf, minlength=1).max() < 2:
         return
-    claims = [_claim(pair, chunks) for pair, *_ in fits]
-    spaces: dict[object, list[int]] = {None: []}  # host and GPUs have one address space
-    for number, (claim, (pair, path, _)) in enumerate(zip(claims, fits, strict=True)):
-        if claim.overlaps_itself and not claim.straight:
-            _check([(claim, path)])
-        mine = pair.destination
-        near = isinstance(mine, np.ndarray) or mine.is_cpu or mine.is_cuda
-        spaces.setdefault(None if near else mine.device, []).append(number)
-    for space, numbers in spaces.items():
+    claimed = [
+        _Claimed(_claim(pair, chunks), path, _space(pair.destination)) for pair, path, _ in fits
+    ]
+    for one in claimed:
+        if one.claim.overlaps_itself and not one.claim.straight:
+            _check([one])
+    own = [*_own_claims(writes, chunks.stream_bytes)]
+    for one in own:
+        if one.claim.overlaps_itself:
+            _check([one])
+    claimed += own
+    spaces: dict[object, list[_Claimed]] = {None: []}
+    for one in claimed:
+        spaces.setdefault(one.space, []).append(one)
+    for space, some in spaces.items():
         rows = plain if space is None else plain.some(np.zeros(0, np.intp))
-        spans = [(claims[number].address, claims[number].end) for number in numbers]
+        spans = [(claim.address, claim.end) for claim, *_ in some]
         lows, highs = np.array(spans, np.uint64).reshape(-1, 2).T
         lows = np.concatenate([rows.address, lows])
         highs = np.concatenate([rows.address + rows.nbytes, highs])
@@ -79,11 +105,45 @@ def check_ties(
             members = []
             for at in meeting[group].tolist():
                 if at < len(rows.leaf):
-                    members.append((_plain_claim(rows, at), path_of(int(rows.leaf[at]))))
+                    path = path_of(int(rows.leaf[at]))
+                    members.append(_Claimed(_plain_claim(rows, at), path, space=None))
                 else:
-                    number = numbers[at - len(rows.leaf)]
-                    members.append((claims[number], fits[number].path))
+                    members.append(some[at - len(rows.leaf)])
             _check(members)
+
+
+def _space(memory: torch.Tensor | np.ndarray[Any, Any]) -> torch.device | None:
+    if isinstance(memory, np.ndarray) or memory.is_cpu or memory.is_cuda:
+        return None
+    return memory.device
+
+
+def _own_claims(writes: Iterable[tuple[Path, OwnWrite]], end: int) -> Iterator[_Claimed]:
+    """Claims for what objects write: bytes of a tensor as if it was stored at rest after `end`, in
+    the dtype that it is converted to. Zeros come from one place."""
+    zeros, end = end, end + _ELEMENT_BYTES
+    begins: dict[object, int] = {}
+    for path, write in writes:
+        memory, size = write.memory, write.memory.element_size()
+        source, steps = zeros, (0,) * memory.ndim
+        if write.name is not None:
+            key = path, write.name, memory.dtype
+            if key not in begins:
+                begins[key], end = end, end + prod(write.shape) * size
+            strides = contiguous_strides(write.shape)
+            steps = tuple(stride * size for stride in strides)
+            source = begins[key] + sum(
+                offset * step for offset, step in zip(write.offsets, steps, strict=True)
+            )
+        claim = _Claim(
+            memory.data_ptr(),
+            (*memory.shape, size),
+            (*(stride * size for stride in memory.stride()), 1),
+            source,
+            (*steps, 1),
+            t.flags_of(memory) & (m.CONJ | m.NEG),
+        )
+        yield _Claimed(claim, (*path, write.parameter), _space(memory))
 
 
 def _plain_claim(rows: Straight, row: int) -> _Claim:
@@ -125,22 +185,41 @@ def _array_claim(pair: ArrayFit, chunks: Chunks) -> _Claim:
     )
 
 
-def _check(claims: list[tuple[_Claim, Path]]) -> None:
-    first = claims[0][0]
-    if all(claim == first for claim, _ in claims) and not first.overlaps_itself:
+def _check(some: Sequence[_Claimed]) -> None:
+    """Raise `MismatchError` if these claims, which reach into each other, do not agree."""
+    wrong = _conflicting([claim for claim, *_ in some])
+    if wrong is None:
         return
+    path, mine = show(some[wrong].path), some[wrong].claim
+    others = [] if _conflicting([mine]) is not None else some[:wrong]
+    other = next((one.path for one in others if _conflicting([one.claim, mine]) is not None), None)
+    here = "" if other is None else f"{show(other)} and {path} go to the same memory; "
+    raise MismatchError(
+        f"{here}the destination shares memory with another or with itself (a tied, expanded or "
+        "overlapping view), and would have to take different bytes in one place: what is "
+        "offered is not shared that way",
+        path=path,
+    )
+
+
+def _conflicting(claims: Sequence[_Claim]) -> int | None:
+    """The first of some claims for which a byte would have to hold two values; None if all of them
+    agree."""
+    first = claims[0]
+    if all(claim == first for claim in claims) and not first.overlaps_itself:
+        return None
     shift = first.source - first.address
-    if all(claim.straight and claim.source - claim.address == shift for claim, _ in claims):
-        return
-    if _are_apart([claim for claim, _ in claims]):
-        return
-    low = min(claim.address for claim, _ in claims)
-    high = max(claim.end for claim, _ in claims)
+    if all(claim.straight and claim.source - claim.address == shift for claim in claims):
+        return None
+    if _are_apart(claims):
+        return None
+    low = min(claim.address for claim in claims)
+    high = max(claim.end for claim in claims)
     unit = 0  # bytes that always go together: all is counted in these, to keep the map small
-    for claim, _ in claims:
+    for claim in claims:
         unit = gcd(unit, claim.address - low, claim.shape[-1], *claim.strides[:-1])
     sources = np.full((high - low) // unit, -1, dtype=np.int64)
-    for claim, path in claims:
+    for number, claim in enumerate(claims):
         wanted = np.full((), claim.source, dtype=np.int64)
         units = claim.shape[-1] // unit
         steps = (*claim.source_strides[:-1], unit)
@@ -155,12 +234,8 @@ def _check(claims: list[tuple[_Claim, Path]]) -> None:
         taken = bool(np.any((here != -1) & (here != wanted)))
         here[...] = wanted
         if taken or not np.array_equal(here, wanted):
-            raise MismatchError(
-                "the destination shares memory with another or with itself (a tied, expanded or "
-                "overlapping view), and would have to take different bytes in one place: what is "
-                "offered is not shared that way",
-                path=show(path),
-            )
+            return number
+    return None
 
 
 def _are_apart(claims: Sequence[_Claim]) -> bool:

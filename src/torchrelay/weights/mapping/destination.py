@@ -18,7 +18,7 @@ from torchrelay.plan.share.rank_share import PARTIAL
 from torchrelay.state import tensors as t
 from torchrelay.state.backing import missing_memory
 from torchrelay.state.local_parts import LocalPart, boxes_of_whole, cut, local_parts
-from torchrelay.state.objects import InPlaceObject, OfferedTensor, flatten_objects
+from torchrelay.state.objects import InPlaceObject, OfferedTensor, OwnWrite, flatten_objects
 from torchrelay.state.paths import dotted
 from torchrelay.state.tree import slots
 from torchrelay.weights.mapping.layout import ParameterLayout, RankOf, layout_of
@@ -35,12 +35,14 @@ class _Place(NamedTuple):
 
 
 class _Copy(NamedTuple):
-    """Values that are copied after the landing: a box of the memory number `part` of a name."""
+    """Values that are copied after the landing: a box of the memory number `part` of a name, which
+    begins at `offsets` of the publisher's tensor."""
 
     name: str
     part: int
     box: Box
     memory: torch.Tensor
+    offsets: tuple[int, ...]
 
 
 class _MappedSource:
@@ -64,7 +66,7 @@ class _MappedTensors:
     def __init__(self) -> None:
         self.sources: dict[str, _MappedSource] = {}
         self.copies: list[_Copy] = []
-        self.padding: list[torch.Tensor] = []
+        self.padding: list[tuple[str, torch.Tensor]] = []  # of parameters
         self.distributed: list[torch.Tensor] = []
         self.unmatched: list[str] = []  # parameters
         self.unplaced: set[str] = set()  # the publisher's, for parameters that have problems
@@ -125,7 +127,7 @@ class _MappedTensors:
             assert layout.padding is not None
             rest = shared(part.box, layout.padding)
             if rest is not None:
-                self.padding.append(_inside(part, rest))
+                self.padding.append((name, _inside(part, rest)))
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """The destination: of each name that this process takes something of, the memory for it."""
@@ -134,22 +136,7 @@ class _MappedTensors:
         for name, source in self.sources.items():
             if source.places:
                 found[name] = self._memory_for(name, source)
-        if self.copies:
-            self._check_shared()
         return found
-
-    def _check_shared(self) -> None:
-        """Tensors that are copied are not compared with others for the same memory, as the landing
-        does for those that it writes."""
-        first: dict[object, str] = {}
-        copied = {_memory(copy.memory) for copy in self.copies}
-        for name, source in self.sources.items():
-            for place in source.places:
-                key = _memory(place.memory)
-                if first.setdefault(key, name) != name and key in copied:
-                    self.problems.append(
-                        f"{source.parameter}: {first[key]} and {name} go to the same memory"
-                    )
 
     def _memory_for(self, name: str, source: _MappedSource) -> torch.Tensor:
         boxes = [place.box for place in source.places]
@@ -158,12 +145,13 @@ class _MappedTensors:
             whole = around(boxes)
             parts.append((whole, _staging(source, whole, source.places[0].memory.device)))
             for box, memory in source.places:
-                self.copies.append(_Copy(name, 0, (within(box, whole), box[1]), memory))
+                inside = within(box, whole), box[1]
+                self.copies.append(_Copy(name, 0, inside, memory, box[0]))
         else:
             for number, (box, memory) in enumerate(source.places):
                 if t.NAMES[memory.dtype] != source.dtype:
                     everything = (0,) * len(box[1]), box[1]
-                    self.copies.append(_Copy(name, number, everything, memory))
+                    self.copies.append(_Copy(name, number, everything, memory, box[0]))
                     memory = _staging(source, box, memory.device)
                 parts.append((box, memory))
         if len(parts) == 1 and parts[0][0][1] == source.shape:
@@ -240,14 +228,22 @@ class MappedDestination(InPlaceObject):
             if (not sources[name].places if name in sources else ignores(name))
         }
 
+    def own_writes(self) -> list[OwnWrite]:
+        writes = []
+        for name, _, _, memory, offsets in self._mapped.copies:
+            if name in self._offered:
+                source = self._offered[name]
+                writes.append(OwnWrite(source.parameter, memory, name, source.shape, offsets))
+        return [*writes, *(OwnWrite(*padding) for padding in self._mapped.padding)]
+
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Called by the landing, when the tensors of `state` have been written."""
         mapped = self._mapped
         with torch.no_grad():
-            for name, part, box, memory in mapped.copies:
+            for name, part, box, memory, _ in mapped.copies:
                 if name in self._offered:
                     memory.copy_(cut(local_parts(state[name])[part].tensor, *box))
-            for rest in mapped.padding:
+            for _, rest in mapped.padding:
                 rest.zero_()
         t.note_written(mapped.distributed)
 
