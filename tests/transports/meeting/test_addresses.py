@@ -7,7 +7,7 @@ import socket
 import pytest
 
 import torchrelay as tr
-from torchrelay.transports.meeting import listener
+from torchrelay.transports.meeting import addresses, listener
 from torchrelay.transports.meeting.addresses import SETTING, listen_here
 from torchrelay.transports.meeting.directory import Directory
 from torchrelay.transports.meeting.node import Node
@@ -28,6 +28,17 @@ def test_the_interface_that_was_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("name", ["no-such-interface", "x" * 300, "é", "lo;", ","])
 def test_no_other_interface_is_opened(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     monkeypatch.setenv(SETTING, name)
+    with pytest.raises(OSError, match=SETTING):
+        where()
+
+
+def test_a_name_is_not_cut_to_that_of_another_interface(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernel takes 15 bytes. The one of this test knows every name of that length."""
+    found = bytes(20) + socket.inet_aton("127.0.0.1")
+    monkeypatch.setattr(addresses.fcntl, "ioctl", lambda fd, what, request: found)
+    monkeypatch.setenv(SETTING, "an-interface-15")
+    assert where() == "127.0.0.1"
+    monkeypatch.setenv(SETTING, "an-interface-150")
     with pytest.raises(OSError, match=SETTING):
         where()
 

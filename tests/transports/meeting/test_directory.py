@@ -6,6 +6,7 @@ import gc
 import threading
 import time
 import weakref
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 from unittest.mock import Mock
@@ -27,8 +28,10 @@ from torchrelay.transports.meeting.directory import (
     MessageDirectory,
     StoreDirectory,
     directory_of,
+    from_message,
     identity_from_text,
     read_identity,
+    to_message,
 )
 from torchrelay.transports.meeting.node import node_of
 from torchrelay.transports.wire import handshake
@@ -193,6 +196,71 @@ def test_a_group_without_a_store_passes_one_message_each_way(pool4: Any) -> None
     for rank, (_, _, messages) in enumerate(found):
         wanted = [(kind, peer, 512) for kind in ("recv", "send") for peer in met[rank]]
         assert messages == sorted(wanted)
+
+
+ENDINGS = {"zeros": bytes(32), "one zero": b"x" * 31 + b"\0", "two": b"x" * 30 + b"\0\0"}
+
+
+class Mailbox:
+    """A group of two without a store, in one process: what one sends the other receives."""
+
+    def __init__(self) -> None:
+        self.boxes: dict[int, list[Any]] = {0: [], 1: []}
+
+    def member(self, rank: int) -> Any:
+        def send(tensors: Any, to: int, tag: int) -> None:
+            self.boxes[to] += [one.clone() for one in tensors]
+
+        def recv(tensors: Any, source: int, tag: int) -> Callable[[], None]:
+            return lambda: tensors[0].copy_(self.boxes[rank].pop())
+
+        return Mock(send=send, recv=recv)
+
+
+@pytest.mark.parametrize("token", ENDINGS.values(), ids=ENDINGS)
+def test_a_token_with_any_ending_arrives(monkeypatch: pytest.MonkeyPatch, token: bytes) -> None:
+    """A token is random: one in 256 ends with a zero, as the padding does."""
+    arrivals: list[Callable[[], None]] = []
+
+    def watch(group: Any, work: Any, data: Any, report: Any) -> None:
+        if work is not None:
+            arrivals.append(lambda: (work(), report(None)))
+
+    monkeypatch.setattr(module, "watch", watch)
+    mailbox = Mailbox()
+    groups = [mailbox.member(rank) for rank in (0, 1)]
+    found = [msgspec.structs.replace(identity(), token=token) for _ in groups]
+    directories = [MessageDirectory(group) for group in groups]
+    for rank, one in enumerate(directories):
+        one.publish(found[rank])
+        one.introduce(1 - rank)
+    for arrive in arrivals:
+        arrive()
+    assert [one.find(1 - rank, Deadline(LONG)) for rank, one in enumerate(directories)] == [
+        found[1],
+        found[0],
+    ]
+
+
+@given(st.binary(min_size=32, max_size=32), st.text(max_size=64))
+def test_a_message_has_the_identity_that_it_was_made_of(token: bytes, host: str) -> None:
+    one = msgspec.structs.replace(identity(), token=token, host=host)
+    message = to_message(one)
+    assert len(message) == 512 and from_message(message, 3) == one
+
+
+@given(st.binary(min_size=512, max_size=512))
+def test_other_messages_are_refused(message: bytes) -> None:
+    with pytest.raises(RemoteProtocolError):
+        from_message(message, 3)
+
+
+def test_a_message_without_a_length_or_with_more_behind_it_is_refused() -> None:
+    one = identity()
+    for message in (one.encode().ljust(512, b"\0"), to_message(one)[:-1] + b"x", b"\xff" * 512):
+        with pytest.raises(RemoteProtocolError, match="unreadable identity") as caught:
+            from_message(message, 3)
+        assert caught.value.rank == 3
 
 
 def nobody_there(rank: int, group: Any) -> Any:

@@ -46,8 +46,10 @@ def _candidates() -> Iterator[tuple[socket.AddressFamily, str]]:
 
 
 def _of_interface(name: str) -> Iterator[tuple[socket.AddressFamily, str]]:
+    if len(name.encode()) > _NAME_BYTES:
+        return  # none has such a name, and its first bytes may be the name of another
     with suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        request = struct.pack("256s", name.encode()[:_NAME_BYTES])
+        request = struct.pack("256s", name.encode())
         found = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, request)
         yield socket.AF_INET, socket.inet_ntoa(found[20:24])
     with suppress(OSError), open("/proc/net/if_inet6") as lines:

@@ -6,6 +6,7 @@ a library that has its own way to hand them around (torchft's metadata) passes t
 
 from __future__ import annotations
 
+import struct
 import time
 import weakref
 from base64 import urlsafe_b64decode, urlsafe_b64encode
@@ -28,6 +29,7 @@ from torchrelay.transports.wire.messages import Id, Key, Name
 
 _TAG = (1 << 30) + 7  # clear of the tags of torch's own protocol
 _MESSAGE_BYTES = 512
+_LENGTH = struct.Struct("<H")
 
 
 class Identity(msgspec.Struct, array_like=True, frozen=True):
@@ -74,6 +76,24 @@ def identity_from_text(text: str, rank: int) -> Identity:
     except ValueError:
         data = b""
     return read_identity(data, rank)
+
+
+def to_message(identity: Identity) -> bytes:
+    """An identity as a message of fixed size: its length, its bytes, and padding. The length says
+    where it ends: the last bytes of a token may be any, zeros too."""
+    data = identity.encode()
+    return (_LENGTH.pack(len(data)) + data).ljust(_MESSAGE_BYTES, b"\0")
+
+
+def from_message(message: bytes, rank: int) -> Identity:
+    """`RemoteProtocolError` for bytes that no process of this version sent."""
+    (length,) = _LENGTH.unpack_from(message)
+    data = message[_LENGTH.size :]
+    if length > len(data) or any(data[length:]):
+        raise RemoteProtocolError(
+            "an unreadable identity: use the same version of torchrelay on both sides", rank=rank
+        )
+    return read_identity(data[:length], rank)
 
 
 class Directory:
@@ -196,7 +216,7 @@ class MessageDirectory(Directory):
         self._met: dict[int, list[str]] = {}
 
     def publish(self, identity: Identity) -> None:
-        self._mine = identity.encode().ljust(_MESSAGE_BYTES, b"\0")
+        self._mine = to_message(identity)
 
     def introduce(self, rank: int) -> None:
         group = self._group()
@@ -211,7 +231,7 @@ class MessageDirectory(Directory):
                 faults.append(str(fault))
                 return
             try:
-                self.give(rank, read_identity(bytes(theirs.tolist()).rstrip(b"\0"), rank))
+                self.give(rank, from_message(bytes(theirs.tolist()), rank))
             except RemoteProtocolError as found:
                 faults.append(str(found))
 
