@@ -11,6 +11,7 @@ from typing import Any
 
 from torchrelay.errors import MismatchError, UsageError
 from torchrelay.integrations.extras import extra
+from torchrelay.integrations.random_state import unchanged
 
 with extra("data"):
     from torchdata.stateful_dataloader import StatefulDataLoader
@@ -24,6 +25,10 @@ class DataPosition:
     skips what all ranks had taken of the epoch, so no sample comes twice or is left out, but for
     those with which the sampler fills the last batches of an epoch up. It needs a map-style dataset
     and a `StatefulDistributedSampler`, whose `set_epoch` is called for each epoch.
+
+    Making the loader's iterator draws random numbers, once in each epoch. An epoch that continues
+    after `load_state_dict` draws none, so random numbers that were loaded as well (`RandomState`)
+    continue where they were saved. The loader's own `generator` is part of this state.
     """
 
     def __init__(self, loader: StatefulDataLoader) -> None:
@@ -37,6 +42,7 @@ class DataPosition:
         # Samples of an epoch that all ranks had taken before this loader began to count.
         self._skipped, self._skipped_epoch = 0, -1
         self._loaded: dict[str, Any] | None = None  # the loader's own state, until it is used
+        self._continues = False  # whether the next iterator continues what another one began
 
     def state_dict(self) -> dict[str, Any]:
         sampler = self._sampler
@@ -53,15 +59,18 @@ class DataPosition:
             if batches is None:
                 batches = loader["_snapshot"]["_snapshot_step"] + loader["_steps_since_snapshot"]
             taken += batches * per_round
+        generator = self._loader.generator
         return {
             "epoch": sampler.epoch,
             "taken": 0 if finished else taken,
+            "begun": (begun or self._continues) and not finished,
             "skipped": skipped,
             "ranks": sampler.num_replicas,
             "batch": self._loader.batch_size,
             "workers": self._loader.num_workers,
             **self._order(),
             "loader": loader,
+            "generator": None if generator is None else generator.get_state(),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -89,6 +98,31 @@ class DataPosition:
             sampler.load_state_dict({"yielded": yielded})
             self._skipped = state["taken"]
         self._skipped_epoch = state["epoch"]
+        self._continue(self._loaded is not None or _has_begun(state))
+        # Steps that were saved before this was part of the state have none.
+        if loader.generator is not None and state.get("generator") is not None:
+            loader.generator.set_state(state["generator"])
+
+    def _continue(self, continues: bool) -> None:
+        """Have the next iterator that the loader makes, and only that one, draw no random numbers
+        if it continues what another one began."""
+        loader = self._loader
+        vars(loader).pop("_get_iterator", None)  # of a state that was loaded before this one
+        self._continues = continues
+        if not continues:
+            return
+        make = loader._get_iterator
+
+        def make_without_drawing() -> Any:
+            self._continue(False)
+            with unchanged(loader.generator):
+                made = make()
+            if made._finished:
+                # The loader makes another one for the next epoch, which begins at its first sample.
+                self._sampler.load_state_dict({"yielded": 0})
+            return made
+
+        loader._get_iterator = make_without_drawing
 
     @property
     def epoch(self) -> int:
@@ -101,3 +135,10 @@ class DataPosition:
         sampler = self._sampler
         samples = len(self._loader.dataset)
         return {"samples": samples, "seed": sampler.seed, "shuffle": sampler.shuffle}
+
+
+def _has_begun(state: dict[str, Any]) -> bool:
+    """Whether the epoch of a state had an iterator, which had drawn its random numbers."""
+    loader = state["loader"]
+    begun: bool = state.get("begun", loader is not None and not loader["_iterator_finished"])
+    return begun

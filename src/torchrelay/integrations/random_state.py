@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
 import torch
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
 
 class RandomState:
@@ -37,14 +40,28 @@ class RandomState:
                 torch.cuda.set_rng_state(generator, device)
 
 
+@contextmanager
+def unchanged(generator: torch.Generator | None = None) -> Iterator[None]:
+    """Within: random numbers are drawn. Afterwards all are as before, also those of `generator`."""
+    before = RandomState().state_dict()
+    own = None if generator is None else generator.get_state()
+    try:
+        yield
+    finally:
+        RandomState().load_state_dict(before)
+        if generator is not None and own is not None:
+            generator.set_state(own)
+
+
 def set_at_first_forward(random: dict[str, Any], models: list[nn.Module]) -> None:
-    """Set random numbers once more when the first model is trained on: whoever iterates over a data
-    loader before that, draws from them."""
+    """Set random numbers once more when one of the models is first trained on: whoever iterates
+    over a data loader before that, draws from them."""
+    hooks: list[RemovableHandle] = []
 
     def before_forward(model: nn.Module, _: Any) -> None:
         if model.training:
             RandomState().load_state_dict(random)
-            hook.remove()
+            for hook in hooks:
+                hook.remove()
 
-    if models:
-        hook = models[0].register_forward_pre_hook(before_forward)
+    hooks += [model.register_forward_pre_hook(before_forward) for model in models]
