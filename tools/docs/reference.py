@@ -176,7 +176,8 @@ def commands() -> list[tuple[str, str]]:
     """The commands and what their help says first, from the program's own list."""
     program = SOURCE / "cli" / "__init__.py"
     listed = program.read_text(encoding="utf-8").split("for act in (", 1)[1].split("):", 1)[0]
-    found = [("demo", _help(program, "demo"))]
+    own = re.findall(r"^ +(\w+),$", listed, re.M)  # those that the program has itself
+    found = [(name, _help(program, name)) for name in own]
     for module, function in re.findall(r"(\w+)\.(\w+)", listed):
         path = SOURCE / "cli" / "commands" / f"{module}.py"
         found.append((function.replace("_", "-"), _help(path, function)))
