@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import msgspec
+import xxhash
 from msgspec import inspect
 
 from tests.support.ways import patched
@@ -135,14 +136,21 @@ def forged(field: Field, value: Any) -> bytes:
 
 def frame(kind: type, body: bytes) -> bytes:
     """The frame of a message, whatever its body is."""
-    return frame_with(messages._TYPES[kind], len(body)) + body  # type: ignore[index]
+    return frame_with(messages._TYPES[kind], len(body), body=body) + body  # type: ignore[index]
 
 
 def frame_with(
-    kind: int, length: int, *, magic: int = messages._MAGIC, version: int = messages.VERSION
+    kind: int,
+    length: int,
+    *,
+    magic: int = messages._MAGIC,
+    version: int = messages.VERSION,
+    body: bytes = b"",
 ) -> bytes:
-    """The head of a frame."""
-    return messages._HEAD.pack(magic, version, kind, length)
+    """The head of a frame, as a peer would make it."""
+    digest = xxhash.xxh3_128_digest(body)
+    facts = messages._FACTS.pack(magic, version, kind, length, digest)
+    return facts + xxhash.xxh3_64_digest(facts)
 
 
 def send_bytes(connection: Connection, data: bytes) -> None:

@@ -16,10 +16,10 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from torchrelay.errors import RemoteProtocolError
+from torchrelay.errors import DigestError, RemoteProtocolError
 from torchrelay.transports.meeting.directory import Identity
 from torchrelay.transports.wire import messages
-from torchrelay.transports.wire.messages import Message, Ping, Pong
+from torchrelay.transports.wire.messages import Abort, Message, Ping, Pong
 
 UNHEARD_BYTES = 64 << 20  # of messages that wait for a call; the peer keeps the others
 UNHEARD = 64  # such messages at most
@@ -53,6 +53,7 @@ class ConnectionLost:
 
     connection: Connection
     reason: str
+    damaged: bool = False  # a message came with other bytes than were sent
 
 
 Event = MessageHeard | ConnectionLost
@@ -225,6 +226,9 @@ class Connection:
                 self._heard(message, nbytes)
         except BlockingIOError:
             return
+        except DigestError as fault:
+            self.send(Abort(f"from this side came bytes that changed on the way: {fault}"))
+            self._lose(str(fault), damaged=True)
         except (OSError, RemoteProtocolError) as fault:
             self._lose(str(fault))
         if self._is_full:
@@ -244,10 +248,10 @@ class Connection:
         if not self._backlog:
             self.update()
 
-    def _lose(self, reason: str) -> None:
+    def _lose(self, reason: str, *, damaged: bool = False) -> None:
         if self._sock.fileno() >= 0:
             self._end()
-            self.deliver(ConnectionLost(self, reason))
+            self.deliver(ConnectionLost(self, reason, damaged))
 
     def _end(self) -> None:
         if (fd := self._sock.fileno()) >= 0:

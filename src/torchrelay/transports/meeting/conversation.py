@@ -10,6 +10,7 @@ from typing import TypeVar
 
 from torchrelay.deadlines import Deadline, Stopwatch
 from torchrelay.errors import (
+    DigestError,
     PeerAbortedError,
     PeerLostError,
     RelayError,
@@ -77,7 +78,7 @@ class Conversation:
                 if event is None or self._overtime.passed:
                     raise self.late(awaited)
             if isinstance(event, ConnectionLost):
-                raise self.lost(event.reason)
+                raise self.lost(event.reason, damaged=event.damaged)
             if isinstance(event, MessageHeard):
                 if isinstance(event.message, Abort):
                     kind = StepMismatchError if event.message.kind == "step" else PeerAbortedError
@@ -89,9 +90,12 @@ class Conversation:
             if seconds <= 0:
                 return None
 
-    def lost(self, reason: str) -> RelayError:
+    def lost(self, reason: str, *, damaged: bool = False) -> RelayError:
         identity = self._connection.identity
         at = "" if identity is None else f" at {identity.host} port {identity.port}"
+        if damaged:
+            text = f"{reason}, from rank {self.sender}{at}: check the network between them"
+            return self._fault(DigestError, text)
         text = f"connection lost to rank {self.sender}{at}: {reason}"
         # After the deadline connections are closed, whichever side looks first.
         return self._timed_out(text) if self.deadline.passed else self._fault(PeerLostError, text)

@@ -1,9 +1,10 @@
 """Moving a chunk through a data connection, and hashing it on the way.
 
-A chunk is its index, its bytes and its digest. `END` in place of an index says that no more come,
-so that an orderly end differs from a broken connection. A chunk is moved in pieces that stay in a
-core's cache while they are hashed. After `DataSocket.cut` no memory is read or written by this
-process on behalf of the connection, so bytes may go straight to where they belong.
+A chunk is its index, its bytes and its digest. The index has a digest of its own: bytes that match
+theirs would be another chunk's if it changed on the way. `END` in place of an index says that no
+more come, so that an orderly end differs from a broken connection. A chunk is moved in pieces that
+stay in a core's cache while they are hashed. After `DataSocket.cut` no memory is read or written by
+this process on behalf of the connection, so bytes may go straight to where they belong.
 """
 
 from __future__ import annotations
@@ -14,6 +15,8 @@ import threading
 import time
 from contextlib import suppress
 
+import xxhash
+
 from torchrelay.geometry import DIGEST_BYTES
 from torchrelay.memory.digest import running_digest
 
@@ -22,6 +25,7 @@ SLOW_SECONDS = 0.003  # to get the interpreter's lock back: an idle one takes mi
 OFTEN = 4  # times, until chunks are moved whole
 END = 0xFFFFFFFF
 _INDEX = struct.Struct("<I")
+_CHECK_BYTES = 8  # XXH3-64 of an index
 
 
 class DataSocket:
@@ -39,7 +43,7 @@ class DataSocket:
     def send_chunk(self, index: int, data: memoryview, known: bytes, *, hashes: bool) -> bytes:
         """Send a chunk; returns its digest, made on the way unless it is `known`."""
         with self._moving:
-            self._send(memoryview(_INDEX.pack(index)))
+            self._send(memoryview(_checked(index)))
             running = running_digest() if hashes and not known else None
             for piece in self._pieces(data):
                 if running is not None:
@@ -52,14 +56,17 @@ class DataSocket:
     def send_end(self) -> None:
         """Say that no more chunks come."""
         with self._moving:
-            self._send(memoryview(_INDEX.pack(END)))
+            self._send(memoryview(_checked(END)))
 
     def take_index(self) -> int:
-        """The index of the chunk that comes next, or `END`."""
+        """The index of the chunk that comes next, or `END`. `ConnectionError` for one that is not
+        as it was sent."""
         with self._moving:
-            number = bytearray(_INDEX.size)
-            self._fill(memoryview(number))
-            found: int = _INDEX.unpack(number)[0]
+            said = bytearray(_INDEX.size + _CHECK_BYTES)
+            self._fill(memoryview(said))
+            found: int = _INDEX.unpack_from(said)[0]
+            if said != _checked(found):
+                raise ConnectionError("the index of a chunk has other bytes than were sent")
             return found
 
     def take_chunk(self, memory: memoryview, *, hashes: bool) -> tuple[bytes, bytes]:
@@ -103,3 +110,8 @@ class DataSocket:
             self._slow += time.monotonic() - begun > SLOW_SECONDS
         size = PIECE if self._slow < OFTEN else max(1, data.nbytes)
         return [data[at : at + size] for at in range(0, data.nbytes, size)]
+
+
+def _checked(index: int) -> bytes:
+    number = _INDEX.pack(index)
+    return number + xxhash.xxh3_64_digest(number)

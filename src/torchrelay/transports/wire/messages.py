@@ -3,9 +3,10 @@
 A transfer between two ranks uses one control connection, which the receiver opens to the sender.
 The messages are below in the order in which they are sent.
 
-A frame is a magic number, a type, a version and a length, and the message in MessagePack. The
-length is checked against a cap for its type before memory is allocated, and every field against
-the values that it may have.
+A frame is a head and the message in MessagePack. The head has a magic number, a version, a type,
+the length and the digest of the message, and a digest of itself: a length that was changed on its
+way would keep a reader waiting for bytes that no one sends. The length is checked against a cap for
+its type before memory is allocated, and every field against the values that it may have.
 """
 
 from __future__ import annotations
@@ -17,9 +18,11 @@ from itertools import pairwise
 from typing import Annotated, Any, ClassVar, TypeVar
 
 import msgspec
+import xxhash
 from msgspec import Meta
 
-from torchrelay.errors import RemoteProtocolError
+from torchrelay.errors import DigestError, RemoteProtocolError
+from torchrelay.geometry import DIGEST_BYTES
 from torchrelay.steps import MAX_STEP
 from torchrelay.transports.wire.handshake import ID_BYTES, KEY_BYTES, VERSION
 
@@ -186,7 +189,10 @@ MESSAGES: tuple[type[Message], ...] = (
 )
 
 _MAGIC = 0x8B17
-_HEAD = struct.Struct("<HBBI")
+_FACTS = struct.Struct(f"<HBBI{DIGEST_BYTES}s")  # of the message
+_CHECK_BYTES = 8  # XXH3-64 of them
+_HEAD_BYTES = _FACTS.size + _CHECK_BYTES
+_BEGINNING = struct.pack("<HB", _MAGIC, VERSION)
 _TYPES = {kind: number for number, kind in enumerate(MESSAGES)}
 _DECODERS: list[msgspec.msgpack.Decoder[Any]] = [msgspec.msgpack.Decoder(kind) for kind in MESSAGES]
 _encode = msgspec.msgpack.Encoder().encode
@@ -195,7 +201,13 @@ _encode = msgspec.msgpack.Encoder().encode
 def encode(message: Message) -> bytes:
     """A message as a frame."""
     body = _encode(message)
-    return _HEAD.pack(_MAGIC, VERSION, _TYPES[type(message)], len(body)) + body
+    digest = xxhash.xxh3_128_digest(body)
+    return _head(_TYPES[type(message)], len(body), digest) + body
+
+
+def _head(kind: int, length: int, digest: bytes) -> bytes:
+    facts = _FACTS.pack(_MAGIC, VERSION, kind, length, digest)
+    return facts + xxhash.xxh3_64_digest(facts)
 
 
 class FrameReader:
@@ -205,33 +217,50 @@ class FrameReader:
         self._data = bytearray()
 
     def feed(self, data: bytes) -> Iterator[tuple[Message, int]]:
-        """The messages that are complete with these bytes, and the bytes of each.
-        `RemoteProtocolError` for anything else."""
+        """The messages that are complete with these bytes, and the bytes of each. `DigestError` for
+        bytes that were changed on their way, `RemoteProtocolError` for any others."""
         self._data += data
         at = 0
         try:
-            while len(self._data) >= at + _HEAD.size:
-                kind, length = _checked_head(self._data, at)
-                begin = at + _HEAD.size
+            while self._has_head(at):
+                kind, length, digest = _checked_head(self._data, at)
+                begin = at + _HEAD_BYTES
                 if len(self._data) < begin + length:
                     return
                 with memoryview(self._data)[begin : begin + length] as body:
+                    if xxhash.xxh3_128_digest(body) != digest:
+                        raise DigestError(
+                            f"{MESSAGES[kind].__name__} has other bytes than were sent"
+                        )
                     message: Message = read_by(_DECODERS[kind], body)
                 at = begin + length
                 yield message, length
         finally:
             del self._data[:at]
 
+    def _has_head(self, at: int) -> bool:
+        """Whether a head is here; `RemoteProtocolError` as soon as it cannot become one."""
+        if len(self._data) >= at + _HEAD_BYTES:
+            return True
+        if not _BEGINNING.startswith(self._data[at : at + len(_BEGINNING)]):
+            raise RemoteProtocolError("a frame that is not of this protocol")
+        return False
 
-def _checked_head(data: bytearray, at: int) -> tuple[int, int]:
-    magic, version, kind, length = _HEAD.unpack_from(data, at)
-    if (magic, version) != (_MAGIC, VERSION) or kind >= len(MESSAGES):
+
+def _checked_head(data: bytearray, at: int) -> tuple[int, int, bytes]:
+    facts = bytes(data[at : at + _FACTS.size])
+    if not facts.startswith(_BEGINNING):
+        raise RemoteProtocolError("a frame that is not of this protocol")
+    if xxhash.xxh3_64_digest(facts) != data[at + _FACTS.size : at + _HEAD_BYTES]:
+        raise DigestError("the head of a message has other bytes than were sent")
+    _, _, kind, length, digest = _FACTS.unpack(facts)
+    if kind >= len(MESSAGES):
         raise RemoteProtocolError("a frame that is not of this protocol")
     most = MESSAGES[kind].most_bytes
     if length > most:
         name = MESSAGES[kind].__name__
         raise RemoteProtocolError(f"{name} of {length} bytes, the cap is {most}")
-    return kind, length
+    return kind, length, digest
 
 
 def read_by(decoder: msgspec.msgpack.Decoder[T], body: bytes | memoryview) -> T:
