@@ -25,6 +25,7 @@ LAYERS: list[set[str]] = [
         "owner",
         "pause",
         "progress",
+        "shortage",
         "steps",
         "results",
     },

@@ -5,6 +5,7 @@
     │   ├── UnsupportedLeafError       a leaf that cannot travel exactly
     │   └── MismatchError              `into=` does not fit what is offered
     ├── UsageError                 ours: invalid arguments, or a closed object
+    ├── ResourceError              this process or machine lacks descriptors or memory (an OSError)
     ├── RouteError                 the route that was asked for cannot be taken
     ├── StepMismatchError          the offered step is not the one asked for
     ├── ManifestError              bytes that are not a valid manifest
@@ -80,6 +81,11 @@ class MismatchError(StateError):
 
 class UsageError(RelayError, ValueError):
     """Invalid arguments, or a closed object: a rank outside of the group, a closed relay."""
+
+
+class ResourceError(RelayError, OSError):
+    """This process or machine has no file descriptor or memory left for the call, and no peer, no
+    endpoint and no store is at fault. The message says which limit it was."""
 
 
 class RouteError(RelayError):

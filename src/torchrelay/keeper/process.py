@@ -19,6 +19,7 @@ from torchrelay.endpoint.server.http.sockets import user_of
 from torchrelay.errors import EndpointError, UsageError
 from torchrelay.keeper.choice import check_budget, choose
 from torchrelay.keeper.server import messages as k
+from torchrelay.shortage import raise_shortage
 from torchrelay.stores.writer.child_process import ChildProcess, launch
 from torchrelay.stores.writer.frames import exchange, has_hung_up
 
@@ -77,7 +78,11 @@ class KeeperName(NamedTuple):
 
 def connect(name: KeeperName) -> socket.socket | None:
     """A connection to a keeper that runs; None where there is none."""
-    link = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        link = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    except OSError as fault:
+        raise_shortage(fault, f"ask keeper {name.job}")
+        raise
     try:
         link.settimeout(ASK_SECONDS)
         link.connect(f"\0{name.address}")

@@ -33,6 +33,7 @@ from torchrelay.memory.crew import Crew
 from torchrelay.record.encoding import content_digest, decode_at_rest
 from torchrelay.record.schema import Record
 from torchrelay.results import Loaded, Outcome, Peer
+from torchrelay.shortage import raise_shortage
 from torchrelay.sources.access import Access
 from torchrelay.sources.connection import RECORD_BYTES, Host, Reply
 from torchrelay.sources.lent_memory import Count, LentMemory, LocalFacts
@@ -230,6 +231,7 @@ class EndpointSource:
             try:
                 return get(host)
             except (EndpointError, OSError) as fault:
+                raise_shortage(fault, f"ask {host.url}")
                 if not (again and isinstance(fault, _PASSING)):
                     self.failed[host.url] = _reason(fault)
                     break

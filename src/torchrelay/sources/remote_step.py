@@ -18,9 +18,16 @@ from urllib.parse import quote
 import xxhash
 
 from torchrelay.deadlines import Deadline
-from torchrelay.errors import EndpointError, PeerLostError, TransferTimeoutError
+from torchrelay.errors import (
+    EndpointError,
+    PeerLostError,
+    RelayError,
+    ResourceError,
+    TransferTimeoutError,
+)
 from torchrelay.geometry import DIGEST_BYTES
 from torchrelay.memory.free import check_free
+from torchrelay.shortage import shortage
 from torchrelay.sources.connection import Answered, Host
 from torchrelay.sources.lent_memory import LentMemory, MappedReader
 from torchrelay.stores.seam import DataReader
@@ -47,6 +54,7 @@ class Supplier:
         self.active = 0  # requests under way
         self.failures = 0  # in a row
         self.fault = ""  # the last of them
+        self.shortage: ResourceError | None = None  # if it was this process that lacked something
         self.bytes = 0
         self.rests_until = 0.0
         self.dropped = ""  # why it is asked no more
@@ -155,7 +163,7 @@ class Suppliers:
         why = getattr(fault, "strerror", None) or str(fault) or type(fault).__name__
         with self._lock:
             supplier.failures += 1
-            supplier.fault = why
+            supplier.fault, supplier.shortage = why, shortage(fault)
             pause = min(PAUSES[0] * 2 ** (supplier.failures - 1), PAUSES[1])
             supplier.rests_until = time.monotonic() + pause
             alone = all(one is supplier or one.dropped for one in self._volumes[volume])
@@ -166,7 +174,11 @@ class Suppliers:
         with self._lock:
             supplier.dropped = supplier.dropped or why
 
-    def _lost(self, volume: str) -> PeerLostError | FileNotFoundError:
+    def _lost(self, volume: str) -> RelayError | FileNotFoundError:
+        for one in self._volumes[volume]:
+            if one.shortage is not None:
+                text = f"{self._what} cannot be read further: {one.shortage.message}"
+                return ResourceError(text, phase="data")
         reasons = "; ".join(f"{one.name}: {one.dropped}" for one in self._volumes[volume])
         if self.gone:
             return FileNotFoundError(2, f"{self._what} was replaced ({reasons})")

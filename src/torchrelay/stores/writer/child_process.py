@@ -12,6 +12,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from torchrelay.deadlines import Deadline
+from torchrelay.shortage import raise_shortage
 from torchrelay.stores.writer.frames import exchange
 
 NICE = 5  # the trainer's threads go first
@@ -106,7 +107,14 @@ def launch(program: str, *, mute: bool = False) -> tuple[subprocess.Popen[bytes]
 
     `mute`: it has no output, so that a reader of this process's output does not wait for it.
     """
-    output = subprocess.DEVNULL if mute else None
+    try:
+        return _launched(program, subprocess.DEVNULL if mute else None)
+    except OSError as fault:
+        raise_shortage(fault, "start a process")
+        raise
+
+
+def _launched(program: str, output: int | None) -> tuple[subprocess.Popen[bytes], socket.socket]:
     ours, theirs = socket.socketpair()
     with theirs:
         package = Path(__file__).resolve().parents[2]

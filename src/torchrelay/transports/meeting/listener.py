@@ -17,6 +17,7 @@ from collections.abc import Callable
 from typing import Any, Protocol
 
 from torchrelay.errors import UsageError
+from torchrelay.shortage import raise_shortage
 from torchrelay.transports.meeting.addresses import listen_here
 from torchrelay.transports.meeting.connection import close_in_child, note_open
 from torchrelay.transports.wire import handshake
@@ -126,6 +127,7 @@ def listener_here() -> Listener:
             try:
                 _here = Listener()
             except OSError as fault:
+                raise_shortage(fault, "listen for the other ranks")
                 raise UsageError(f"cannot listen for the other ranks: {fault}") from fault
         return _here
 

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 from torchrelay.deadlines import Deadline
 from torchrelay.errors import PeerLostError, RelayError, TransferTimeoutError
+from torchrelay.shortage import raise_shortage
 from torchrelay.transports.meeting.addresses import SETTING
 from torchrelay.transports.meeting.connection import (
     Connection,
@@ -273,6 +274,7 @@ def call_rank(
                 hello = Hello(handshake.CONTROL, identity.node, me)
                 return call_until(identity, hello, identity.token, deadline), identity
             except OSError as found:
+                raise_shortage(found, f"connect to rank {rank}")
                 fault = found
             if deadline.passed and not isinstance(fault, ConnectionRefusedError):
                 break

@@ -238,7 +238,7 @@ class TcpFetch(r.RouteFetch):
             self._direct.close()
             self._direct = None
             if self._broken > r.RETRIES:
-                raise self._talk.lost(event.reason)
+                raise event.shortage or self._talk.lost(event.reason)
             self._ask(sorted(self._chunks.missing))
 
     def _leave_upstream(self) -> None:

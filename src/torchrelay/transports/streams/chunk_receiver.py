@@ -14,12 +14,14 @@ from functools import partial
 import torch
 
 from torchrelay.deadlines import wait_until_set
+from torchrelay.errors import ResourceError
 from torchrelay.landing.seam import Landing
 from torchrelay.memory import threads
 from torchrelay.memory.gpu.device_chunks import DeviceChunks
 from torchrelay.memory.gpu.kernels import digest_of
 from torchrelay.memory.gpu.side import on_side_stream
 from torchrelay.memory.host import at_address
+from torchrelay.shortage import shortage
 from torchrelay.transports.streams.sockets import END, DataSocket
 
 
@@ -47,6 +49,7 @@ class FeedLost:
 
     feed: Feed
     reason: str
+    shortage: ResourceError | None = None  # if this process was at fault
 
 
 Connect = Callable[[Callable[[], bool]], DataSocket]  # unless the transfer is over
@@ -166,7 +169,8 @@ class Feed:
                 self._receiver.report(FeedLost(self, "it has no more chunks"))
         except Exception as fault:
             if not self._over:
-                self._receiver.report(FeedLost(self, str(fault)))
+                lost = FeedLost(self, str(fault), shortage(fault))
+                self._receiver.report(lost)
         finally:
             over.set()
 
