@@ -25,7 +25,7 @@ import torch.distributed as dist
 
 import torchrelay as tr
 from tests.support.faults import CHUNK, attempt, received, sent, verdict, weights
-from tests.support.interrupts import heeding_ctrl_c, press_ctrl_c
+from tests.support.interrupts import SIGNAL, heeding_ctrl_c, press_ctrl_c, raising
 from tests.support.ways import WAYS, by, every_way, taking
 from torchrelay.dropin import PGTransport
 
@@ -151,7 +151,8 @@ def test_ctrl_c_while_a_call_waits_does_not_wedge_the_pair(
 
 
 class AtLine:
-    """Within: raises `Hit` at the n-th line of the library that this thread comes to.
+    """Within: a signal, whose handler raises `Hit`, at the n-th line of the library that this
+    thread comes to.
 
     A `with` line comes up again when its block is left. Nothing is raised there: Python would not
     call `__exit__`, and handles no signal at that place either.
@@ -162,11 +163,14 @@ class AtLine:
         self._entered: set[tuple[int, int]] = set()
 
     def __enter__(self) -> AtLine:
+        self._raising = raising(Hit)
+        self._raising.__enter__()
         sys.settrace(self._call)
         return self
 
     def __exit__(self, *_: object) -> None:
         sys.settrace(None)
+        self._raising.__exit__(None, None, None)
 
     def _call(self, frame: FrameType, event: str, arg: object) -> Any:
         return self._line if frame.f_code.co_filename.startswith(LIBRARY) else None
@@ -177,7 +181,7 @@ class AtLine:
             if self.left == 0:
                 self.hit = True
                 sys.settrace(None)
-                raise Hit
+                signal.raise_signal(SIGNAL)
         return self._line
 
     def _is_left(self, frame: FrameType) -> bool:

@@ -16,6 +16,7 @@ import torchrelay
 ROOT = str(Path(torchrelay.__file__).parent)
 
 Line = tuple[str, int]
+SIGNAL = signal.SIGUSR2
 
 
 class Interrupt(KeyboardInterrupt):
@@ -30,7 +31,8 @@ def lines_of(act: Callable[[], Any], parts: tuple[str, ...]) -> list[Line]:
 
 
 def interrupted(act: Callable[[], Any], parts: tuple[str, ...], line: Line, nth: int = 1) -> bool:
-    """Call with an `Interrupt` raised before a line is run for the nth time; whether it came up.
+    """Call with a signal, whose handler raises an `Interrupt`, before a line is run for the nth
+    time; whether it came to that line.
 
     What the call makes of it, or returns without it, is dropped.
     """
@@ -41,13 +43,28 @@ def interrupted(act: Callable[[], Any], parts: tuple[str, ...], line: Line, nth:
         if at == line:
             left -= 1
             if left == 0:
-                raise Interrupt(f"at {line}")
+                signal.raise_signal(SIGNAL)
 
     try:
-        _traced(act, parts, raise_there)
+        with raising(Interrupt):
+            _traced(act, parts, raise_there)
     except (Interrupt, torchrelay.RelayError):
         pass
     return left <= 0
+
+
+@contextmanager
+def raising(kind: type[BaseException]) -> Iterator[None]:
+    """Within: the handler of `SIGNAL` raises such an exception."""
+
+    def handler(number: int, frame: FrameType | None) -> None:
+        raise kind
+
+    before = signal.signal(SIGNAL, handler)
+    try:
+        yield
+    finally:
+        signal.signal(SIGNAL, before)
 
 
 def _traced(act: Callable[[], Any], parts: tuple[str, ...], see: Callable[[Line], Any]) -> None:

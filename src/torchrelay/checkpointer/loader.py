@@ -82,8 +82,8 @@ class Loader:
     """Loads steps of a source, for the ranks of a coordinator.
 
     `in_memory`: the bytes of a step are in memory of this host when it is landed, where reads do
-    not hang. So a landing that has begun ends: neither the deadline nor an interrupt of the caller
-    breaks it off, and the interrupt is raised afterwards.
+    not hang; some loads find that themselves. So a landing that has begun ends: neither the
+    deadline nor an interrupt of the caller breaks it off, and the interrupt is raised afterwards.
     """
 
     def __init__(
@@ -326,15 +326,16 @@ class Loader:
     ) -> Landed:
         """Objects first: where one refuses, on any rank, all have their old state again."""
 
-        if self._in_memory:
+        in_memory = self._in_memory or load.in_memory
+        if in_memory:
             load.within = lambda read: read()
 
         def together(phase: str, act: Callable[[], None]) -> None:
-            whole = self._in_memory and phase == "land"
+            whole = in_memory and phase == "land"
             call.at(phase)
             call.together(phase, partial(uninterrupted, act) if whole else act, deadline)
 
-        return load.end(verify=verify, together=together, watch=watch)
+        return load.end(verify=verify, together=together, watch=watch, unbroken=uninterrupted)
 
     def _skip(self, step: int, fault: RelayError) -> None:
         self._skipped[step] = str(fault)

@@ -18,7 +18,7 @@ import torch
 
 from torchrelay.errors import ManifestError, MismatchError, StorageTimeoutError
 from torchrelay.geometry.boxes import Numbers
-from torchrelay.landing.commit.ending import Together, Watch, alone
+from torchrelay.landing.commit.ending import Act, Together, Watch, alone, at_once
 from torchrelay.landing.held import HeldImages
 from torchrelay.landing.options import LandingOptions
 from torchrelay.landing.places import Landed
@@ -37,7 +37,7 @@ from torchrelay.stores.reading.chunks import opened
 from torchrelay.stores.reading.device_copies import DeviceCopies
 from torchrelay.stores.reading.device_fetch import DeviceFetch
 from torchrelay.stores.reading.fetch import Fetch
-from torchrelay.stores.seam import DeviceStep, LendingStep, OpenStep, WantedBox
+from torchrelay.stores.seam import DeviceStep, LendingStep, MappedStep, OpenStep, WantedBox
 
 
 class RankLoad:
@@ -166,6 +166,13 @@ class RankLoad:
             self._report(nbytes)
 
     @property
+    def in_memory(self) -> bool:
+        """Whether everything that `end` writes is in memory of this host, where reads do not
+        hang."""
+        step = self._step
+        return self._staged or (isinstance(step, MappedStep) and step.mapped)
+
+    @property
     def touched(self) -> bool:
         """Whether any tensor of the caller has been written to."""
         return self._landing.touched
@@ -198,12 +205,19 @@ class RankLoad:
         self._landing.make()
 
     def end(
-        self, *, verify: bool, together: Together = alone, watch: Watch = nullcontext
+        self,
+        *,
+        verify: bool,
+        together: Together = alone,
+        watch: Watch = nullcontext,
+        unbroken: Callable[[Act], None] = at_once,
     ) -> Landed:
         """Read everything into its place, and end as every landing does."""
-        return self._landing.end(
-            lambda: self._read(self._planned[1], verify, own=True), together, watch
-        )
+
+        def bring() -> None:
+            self._read(self._planned[1], verify, own=True)
+
+        return self._landing.end(bring, together, watch, unbroken)
 
     def _read(self, some: list[Wave], verify: bool, *, own: bool) -> None:
         landing = self._landing

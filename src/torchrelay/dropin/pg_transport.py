@@ -19,7 +19,7 @@ from torchrelay.dropin._torch_wire import LENGTH_TAG, Wait, recv_torch, send_tor
 from torchrelay.errors import PeerLostError, TransferTimeoutError, UsageError
 from torchrelay.landing.options import LandingOptions
 from torchrelay.memory.gpu.side import settle
-from torchrelay.memory.uninterrupted import uninterrupted
+from torchrelay.memory.uninterrupted import hurried
 from torchrelay.relay import Relay
 from torchrelay.state.tensors import device_backends
 from torchrelay.transports.c10d import watch
@@ -119,7 +119,7 @@ class PGTransport:
         settle()
         deadline = Deadline(self._timeout)
         wait = _waiter(self._pg, deadline)
-        uninterrupted(
+        hurried(
             lambda: send_torch(self._pg, dst_ranks, state_dict, self._device, wait),
             hurry=lambda: deadline.hasten(PARTING_SECONDS),
         )
@@ -136,7 +136,7 @@ class PGTransport:
             length = int(first.tensor.item())
             return recv_torch(self._pg, src_rank, length, self._device, wait, leaves)
 
-        return uninterrupted(receive, hurry=lambda: deadline.hasten(PARTING_SECONDS))
+        return hurried(receive, hurry=lambda: deadline.hasten(PARTING_SECONDS))
 
     def _first(self, src_rank: int) -> _Posted:
         """The first message of a torch sender. A receive that was posted for it cannot be taken

@@ -70,14 +70,13 @@ def run(
     return running
 
 
-def end_all(begun: Iterable[Running], hurry: Callable[[], None] = lambda: None) -> None:
+def end_all(begun: Iterable[Running]) -> None:
     """Return when all are over, or will never begin. Another exception does not change that."""
     try:
-        hurry()
         for running in begun:
             running.end()
     except BaseException:
-        end_all(begun, hurry)
+        end_all(begun)
 
 
 def get_ready(count: int) -> None:

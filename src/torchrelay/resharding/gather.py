@@ -27,7 +27,7 @@ from torchrelay.landing.commit.ending import TORN
 from torchrelay.landing.places import Landed
 from torchrelay.memory.crew import share_out
 from torchrelay.memory.gpu.side import settle
-from torchrelay.memory.uninterrupted import uninterrupted
+from torchrelay.memory.uninterrupted import hurried, uninterrupted
 from torchrelay.plan.asked import encode_reads
 from torchrelay.resharding.plan import GatherPlan, PartLanding
 from torchrelay.results import Loaded, Outcome
@@ -121,7 +121,7 @@ class Gather:
             for deadline in (self._deadline, self._join_deadline):
                 deadline.hasten(0.0)
 
-        uninterrupted(partial(share_out, ranks, lambda: attempt, len(ranks)), hurry)
+        hurried(partial(share_out, ranks, lambda: attempt, len(ranks)), hurry)
 
     def _lose(self, rank: int, fault: RelayError) -> None:
         """A source is lost, and what came from it does not count: its state may have changed."""
@@ -223,6 +223,6 @@ class Gather:
                 raise
             raise TornStateError(TORN, phase="commit") from fault
         settle()
-        for source in self._sources.values():
-            source.note_commit()
+        for rank, source in self._sources.items():
+            self._member.node.committed[rank] = source.offer.transfer
         return landed

@@ -18,7 +18,7 @@ from torchrelay.record.encoding import content_digest
 from torchrelay.record.schema import Record, VolumeRecord
 from torchrelay.sources.remote_step import digest_of
 from torchrelay.sources.seam import Opened
-from torchrelay.stores.seam import DataReader
+from torchrelay.stores.seam import DataReader, MappedStep
 
 _FAULTS = (RelayError, OSError, EOFError)
 
@@ -72,6 +72,7 @@ class MendedStep:
         self.url = first.files.url
         self.costly_reads = first.files.costly_reads
         self.trusted = first.files.trusted
+        self.mapped = isinstance(first.files, MappedStep) and first.files.mapped
         self._files = {file.name: file for file in self.record.volumes}
         # By volume: chunks that were fetched again, by where they begin.
         self.patches: dict[str, dict[int, bytearray]] = {name: {} for name in self._files}

@@ -213,6 +213,13 @@ class LendingStep(OpenStep, Protocol):
         """Bytes of a data file. Writing to them changes nothing but this view of them."""
 
 
+@runtime_checkable
+class MappedStep(OpenStep, Protocol):
+    """A step whose files may be mapped memory of this host, where reads do not hang."""
+
+    mapped: bool  # whether they are
+
+
 class DeviceRun(NamedTuple):
     """Bytes of a data file, from `start` on, that are copied to an address of the same GPU."""
 

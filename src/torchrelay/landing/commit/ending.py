@@ -37,7 +37,7 @@ from torchrelay.state import tensors as t
 from torchrelay.state.backing import missing_memory
 from torchrelay.state.leaves import build
 from torchrelay.state.matching import Pair
-from torchrelay.state.paths import LeafPaths
+from torchrelay.state.paths import LeafPaths, Path
 from torchrelay.state.tree import grafted, inside_records, show, unflatten
 
 TORN = "the destination is part old, part new; load again, or receive into it again"
@@ -49,6 +49,11 @@ Watch = Callable[[str], AbstractContextManager[Any]]
 
 def alone(phase: str, act: Act) -> None:
     """For one rank."""
+    act()
+
+
+def at_once(act: Act) -> None:
+    """For a caller that lets nothing interrupt all of the end, or does not mind."""
     act()
 
 
@@ -220,14 +225,26 @@ class StateLanding(Landing):
                 note()
 
     def end(
-        self, bring: Act = lambda: None, together: Together = alone, watch: Watch = nullcontext
+        self,
+        bring: Act = lambda: None,
+        together: Together = alone,
+        watch: Watch = nullcontext,
+        unbroken: Callable[[Act], None] = at_once,
     ) -> Landed:
         """After `make`: the state. `bring` fills the caller's own tensors, where they take bytes as
-        they are. `together` raises on all ranks what one of them raises. Where it fails before a
-        tensor was written, all objects have their old state again; after that, an error that is not
-        the library's own becomes a `TornStateError`.
+        they are. `together` raises on all ranks what one of them raises. Objects get their state,
+        or their old one back, within `unbroken`, which lets no interrupt come up in between. Where
+        it fails before a tensor was written, all objects have their old state again; after that, an
+        error that is not the library's own becomes a `TornStateError`.
         """
         landed: list[Landed] = []
+        lost: list[Path] = []
+
+        def give() -> None:
+            self._handover.give(written=self.torn)
+
+        def take_back() -> None:
+            lost.extend(self._handover.take_back())
 
         def write() -> None:
             try:
@@ -245,10 +262,11 @@ class StateLanding(Landing):
                 raise TornStateError(f"{TORN}: {fault!r}", phase="land") from fault
 
         try:
-            together("give", lambda: self._handover.give(written=self.torn))
+            together("give", lambda: unbroken(give))
             together("land", write)
         except BaseException as fault:
-            lost = [] if self.touched else self._handover.take_back()
+            if not self.touched:
+                unbroken(take_back)
             if lost:
                 raise TornStateError(
                     f"not every object took its old state back: {', '.join(map(show, lost))} may "

@@ -89,9 +89,8 @@ class SourceRank:
                 self._proof = place.Proof(claim)
                 fd = self._proof.process.fd
         self.talk = Conversation(member.node, rank, member.rank, call.deadline, call.watch)
-        committed = member.node.committed.find(self.talk.process) or b""
-        address = member.node.identity.address
-        self.talk.send(m.Join(options.step, parts, here, self._nonce, fd, committed, address))
+        committed = member.node.committed.get(rank, b"")
+        self.talk.send(m.Join(options.step, parts, here, self._nonce, fd, committed))
 
     @cached_property
     def record(self) -> Record:
@@ -141,10 +140,6 @@ class SourceRank:
             except RelayError as other:
                 raise other from fault
             raise
-
-    def note_commit(self) -> None:
-        """Its state has been taken: a sender that does not know so asks when it sends again."""
-        self._member.node.committed.note(self.talk.process, self.offer.transfer)
 
     def stop(self) -> None:
         """Nothing is written to a landing after this."""
@@ -247,7 +242,7 @@ class Receiving:
     def _commit(self, landing: StateLanding, source: SourceRank) -> Landed:
         landed = landing.end()
         settle()
-        source.note_commit()
+        self._member.node.committed[self._sender] = source.offer.transfer
         return landed
 
 
