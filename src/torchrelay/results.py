@@ -14,7 +14,8 @@ class Outcome(NamedTuple):
     - `why`: the reason, if the peer failed or its outcome is unknown.
     - `bytes`: bytes of the state that came from this source; None for a receiver.
     - `rerouted`: the sender took over from another receiver that had fed this one.
-    - `settled`: whether it has the state of an earlier send whose outcome was unknown.
+    - `settled`: whether it has the state of an earlier send to the same process, whatever its rank
+      was then, if the outcome of that was unknown.
     """
 
     status: Literal["done", "failed", "unknown"] = "done"

@@ -23,6 +23,7 @@ import torchrelay as tr
 from tests.support.faults import CHUNK, Outcome, attempt, received, same, weights
 from tests.support.messages import altering, read_as
 from tests.support.ways import patched
+from torchrelay.deadlines import Deadline
 from torchrelay.geometry.runs import Runs
 from torchrelay.transports.routes.host import place
 from torchrelay.transports.routes.host.place import Process, Proof, claim
@@ -31,7 +32,7 @@ from torchrelay.transports.routes.outgoing import Outgoing
 from torchrelay.transports.routes.route import Unavailable
 from torchrelay.transports.routes.tcp import TcpGo
 from torchrelay.transports.streams.sockets import DataSocket
-from torchrelay.transports.wire.messages import NONCE_BYTES, Digests, Go, Join, write
+from torchrelay.transports.wire.messages import NONCE_BYTES, Digests, Go, Join, NodeAddress, write
 
 OLD, NEW = 100, 1
 TIMEOUT = 20.0
@@ -220,7 +221,8 @@ def test_a_receiver_does_not_read_a_third_process_on_a_senders_word(
 
 def test_no_receiver_tells_where_its_memory_is() -> None:
     """A receiver joins before it knows who answers: it says a nonce, by which others are read."""
-    assert Join.__struct_fields__ == ("step", "parts", "place", "nonce", "fd", "committed")
+    fields = ("step", "parts", "place", "nonce", "fd", "committed", "address")
+    assert Join.__struct_fields__ == fields
 
 
 # A chain in which one rank lies to the next
@@ -272,8 +274,9 @@ def test_what_is_not_right_is_not_passed_on(pool4: Any) -> None:
 # A chain that is none
 
 
-def astray(go: TcpGo, name: str) -> TcpGo:
-    upstream, ticket = {"from itself": (2, None), "from nobody": (9, None)}.get(
+def astray(go: TcpGo, name: str, receiver: NodeAddress) -> TcpGo:
+    nobody = NodeAddress(b"n" * 16, "127.0.0.1", 1)
+    upstream, ticket = {"from itself": (receiver, None), "from nobody": (nobody, None)}.get(
         name, (None, (b"t" * 16, b"k" * 32))
     )
     return msgspec.structs.replace(go, upstream=upstream, downstream=ticket)
@@ -293,7 +296,8 @@ def gone_astray(rank: int, group: Any, name: str) -> Any:
     def alter(message: Any) -> Any:
         if not isinstance(message, Go):
             return message
-        return Go(write(astray(read_as(TcpGo, message.data), name)))
+        receiver = relay._node.directory.find(2, Deadline(TIMEOUT)).address
+        return Go(write(astray(read_as(TcpGo, message.data), name, receiver)))
 
     with altering(alter):
         out = attempt(lambda: relay.send(weights(NEW), 2, step=NEW, timeout=TIMEOUT / 2))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import pytest
@@ -12,8 +12,12 @@ import torch.distributed as dist
 
 import torchrelay as tr
 from tests.support.faults import CHUNK, verdict, weights
+from tests.support.members import Members
+from tests.support.quorums import join_transport, sit
 from tests.support.ways import by, every_way, patched
 from torchrelay.errors import RelayError
+from torchrelay.transports.meeting.directory import identity_from_text
+from torchrelay.transports.meeting.node import LastTransfers
 from torchrelay.transports.protocol.peers import Peer, Stage, outcome
 from torchrelay.transports.protocol.receiver import Receiving
 from torchrelay.transports.protocol.sender import Sending
@@ -122,3 +126,56 @@ def test_a_receiver_that_was_not_told_to_commit_cannot_have_it(stage: Stage) -> 
     peer = Peer(3, stage)
     peer.give_up("lost")
     assert peer.stage is Stage.FAILED
+
+
+# A receiver is a process: a quorum may give its rank to another one
+
+
+def sends_and_does_not_know(here: Any) -> list[int]:
+    with runs_out_of_time(lambda: None):
+        report = report_of(lambda: here.transport._relay.send(weights(1), 1, timeout=LONG))
+    return [int(rank) for rank in report.unknown]
+
+
+def sends_to(here: Any, ranks: list[int]) -> dict[int, bool]:
+    return dict(here.transport._relay.send(weights(2), ranks, timeout=LONG).settled)
+
+
+def takes(here: Any, metadata: str, late: bool) -> None:
+    here.transport._quorum.known.give(0, identity_from_text(metadata, 0))
+    with stands_still(lambda: None) if late else nullcontext():
+        here.transport._relay.recv(0, timeout=LONG)
+
+
+def test_an_outcome_is_that_of_a_process_whatever_its_rank_is() -> None:
+    with Members(3) as (sender, receiver, other):
+        for member in (sender, receiver, other):
+            member.call(join_transport, "memory")
+        metadata = sender.call(sit, 0, 2)
+        receiver.call(sit, 1, 2)
+        sender.begin(sends_and_does_not_know)
+        receiver.begin(takes, metadata, True)
+        assert sender.end() == [1]
+        receiver.end()
+        for rank, member in ((1, other), (2, receiver)):
+            member.call(sit, rank, 3)
+        sender.call(sit, 0, 3)
+        for ranks, members, settled in (
+            ([1], [other], {}),
+            ([1, 2], [other, receiver], {2: True}),
+            ([2], [receiver], {}),
+        ):
+            sender.begin(sends_to, ranks)
+            for member in members:
+                member.begin(takes, metadata, False)
+            assert sender.end() == settled
+            for member in members:
+                member.end()
+
+
+def test_few_of_the_outcomes_of_processes_that_are_gone_are_kept() -> None:
+    last = LastTransfers()
+    for number in range(2 * LastTransfers.MOST):
+        last.note(number.to_bytes(16, "big"), b"transfer")
+    assert len(last._known) == LastTransfers.MOST
+    assert last.find((2 * LastTransfers.MOST - 1).to_bytes(16, "big")) == b"transfer"

@@ -21,12 +21,21 @@ from torchrelay.transports.wire.messages import (
     Join,
     Message,
     Need,
+    NodeAddress,
     Ping,
     Place,
     Refuse,
     RouteNote,
     Want,
 )
+
+
+def at_port(port: int) -> NodeAddress:
+    """Where a receiver listens."""
+    return NodeAddress(bytes(16), "10.0.0.1", port)
+
+
+AT = at_port(1)
 
 
 class Effect(NamedTuple):
@@ -93,14 +102,13 @@ def machine(
     join_timeout: float = 60.0,
     seconds: float = 60.0,
     route: str | None = None,
-    chains: bool = True,
     step: int | None = None,
 ) -> tuple[SenderMachine, Recorder]:
     """A machine for these receivers that begins at time 0, and what it does."""
     recorder = Recorder()
     options = SendOptions(step, window, join_timeout, None, route, connections=1)
     peers = {rank: Peer(rank) for rank in ranks}
-    recorder.machine = made = SenderMachine(options, seconds, chains, peers, recorder, 0.0)
+    recorder.machine = made = SenderMachine(options, seconds, peers, recorder, 0.0)
     return made, recorder
 
 
@@ -118,8 +126,8 @@ class Driver:
             window=self.window,
             seconds=self.seconds,
             join_timeout=chance.choice((self.seconds, 1.5)),
-            chains=chance.random() < 0.8,
         )
+        self._reached = chance.random() < 0.8
         self.now = 0.0
         self.fetched: Counter[int] = Counter()
         self.confirmed: Counter[int] = Counter()
@@ -201,7 +209,8 @@ class Driver:
         if peer.stage is Stage.EXPECTED:
             if self.now >= self.arrives[rank] and machine.joining:
                 self.came[rank] = self.heard_at[rank] = self.now
-                join = Join(place=Place(machine=chance.choice("ab")))
+                address = AT if self._reached else None
+                join = Join(place=Place(machine=chance.choice("ab")), address=address)
                 assert machine.joined(rank, join, False, self.now)
         elif rank in self.healthy:
             # It is busy at times, for less than a window, and answers pings meanwhile.

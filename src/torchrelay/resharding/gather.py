@@ -223,6 +223,6 @@ class Gather:
                 raise
             raise TornStateError(TORN, phase="commit") from fault
         settle()
-        for rank, source in self._sources.items():
-            self._member.node.committed[rank] = source.offer.transfer
+        for source in self._sources.values():
+            source.note_commit()
         return landed

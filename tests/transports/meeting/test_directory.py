@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 
 import torchrelay as tr
 from tests.support.faults import attempt, same, weights
+from tests.support.storeless import Storeless
 from torchrelay.deadlines import Deadline
 from torchrelay.errors import PeerLostError, RemoteProtocolError
 from torchrelay.transports.meeting import directory as module
@@ -147,28 +148,6 @@ def test_a_store_is_used_by_others_while_a_rank_looks() -> None:
 
 
 # By messages
-
-
-class Storeless:
-    """A process group as other libraries make them: messages, and no store."""
-
-    def __init__(self, group: Any) -> None:
-        self._group = group
-        self.messages: list[tuple[str, int, int]] = []
-
-    def rank(self) -> int:
-        return int(self._group.rank())
-
-    def size(self) -> int:
-        return int(self._group.size())
-
-    def send(self, tensors: Any, dst: int, tag: int) -> Any:
-        self.messages.append(("send", dst, tensors[0].nbytes))
-        return self._group.send(tensors, dst, tag)
-
-    def recv(self, tensors: Any, src: int, tag: int) -> Any:
-        self.messages.append(("recv", src, tensors[0].nbytes))
-        return self._group.recv(tensors, src, tag)
 
 
 def without_a_store(rank: int, group: Any) -> Any:

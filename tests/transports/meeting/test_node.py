@@ -337,8 +337,10 @@ def test_data_connections_of_a_transfer_that_is_over_are_not(two: Two) -> None:
 
 def test_an_unknown_outcome_is_told_once(two: Two) -> None:
     node, transfer = two.sender, handshake.new_id()
-    assert node.settle(4, transfer) is None
+    peer, other = handshake.new_id(), handshake.new_id()
+    assert node.settle(peer, transfer) is None
     for committed, had_it in ((transfer, True), (handshake.new_id(), False), (b"", False)):
-        node.unknown[4] = transfer
-        assert node.settle(4, committed) is had_it
-        assert node.settle(4, committed) is None
+        node.unknown.note(peer, transfer)
+        assert node.settle(other, committed) is None  # it may have the same rank by now
+        assert node.settle(peer, committed) is had_it
+        assert node.settle(peer, committed) is None

@@ -7,6 +7,7 @@ from itertools import groupby
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.support.recorder import at_port
 from torchrelay.transports.protocol.peers import Peer
 from torchrelay.transports.protocol.sender_machine import chain
 from torchrelay.transports.routes.route import Link
@@ -17,12 +18,17 @@ MEMBERS = st.lists(st.tuples(st.integers(0, 99), st.sampled_from("abc")), unique
 
 def chained(members: list[tuple[int, str]]) -> list[Link]:
     """The chain of receivers, each with its machine."""
-    return chain([Peer(rank, join=Join(place=Place(machine))) for rank, machine in members])
+    joins = {rank: Join(place=Place(there), address=at_port(rank + 1)) for rank, there in members}
+    return chain([Peer(rank, join=join) for rank, join in joins.items()])
 
 
 def test_a_chain_in_order() -> None:
     links = chained([(4, "a"), (2, "a"), (7, "a")])
-    assert links == [Link(4, None, 2, 0), Link(2, 4, 7, 1), Link(7, 2, None, 2)]
+    assert links == [
+        Link(4, None, 2, 0),
+        Link(2, 4, 7, 1, at_port(5)),
+        Link(7, 2, None, 2, at_port(3)),
+    ]
     assert chained([(1, "a")]) == [Link(1, None, None, 0)]
     assert chained([]) == []
 
@@ -35,6 +41,7 @@ def test_each_is_fed_once_by_the_one_that_feeds_it(members: list[tuple[int, str]
         if link.upstream is not None:
             assert links[link.upstream].downstream == link.rank
             assert links[link.upstream].depth == link.depth - 1
+            assert link.address == at_port(link.upstream + 1)
         if link.downstream is not None:
             assert links[link.downstream].upstream == link.rank
     fed_by_the_sender = [link.rank for link in links.values() if link.upstream is None]

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.recorder import Driver, Recorder, machine
+from tests.support.recorder import AT, Driver, Recorder, at_port, machine
 from tests.support.rounds import rounds
 from torchrelay.errors import StateError
 from torchrelay.transports.protocol.peers import OVER, UNDER_WAY, Stage
@@ -24,6 +24,7 @@ from torchrelay.transports.wire.messages import (
     Join,
     Message,
     Need,
+    NodeAddress,
     Offer,
     Ping,
     Place,
@@ -37,12 +38,14 @@ READS = b"some"
 TCP, MEMORY, PARTS = Accept("tcp"), Accept("memory"), Accept("memory", reads=READS)
 
 
-def at(stage: Stage, *, others: int = 0, **terms: Any) -> tuple[SenderMachine, Recorder]:
+def at(
+    stage: Stage, *, others: int = 0, address: NodeAddress | None = AT, **terms: Any
+) -> tuple[SenderMachine, Recorder]:
     """A machine whose receiver 1 is at a stage; the others are expected."""
     made, recorder = machine(list(range(1, others + 2)), **terms)
     if stage is Stage.EXPECTED:
         return made, recorder
-    made.joined(1, Join(), False, 0.0)
+    made.joined(1, Join(address=address), False, 0.0)
     if stage is Stage.ACCEPTED:
         assert others
         made.heard(1, TCP, 0.1)
@@ -76,10 +79,10 @@ def test_a_receiver_that_joins_is_made_an_offer() -> None:
 
 def test_a_receiver_that_joins_twice_or_too_late_is_not_served() -> None:
     made, recorder = at(Stage.OFFERED)
-    assert not made.joined(1, Join(), False, 1.0)
+    assert not made.joined(1, Join(address=AT), False, 1.0)
     made, recorder = at(Stage.EXPECTED)
     made.end_join(60.0)
-    assert not made.joined(1, Join(), False, 61.0) and recorder.effects == []
+    assert not made.joined(1, Join(address=AT), False, 61.0) and recorder.effects == []
 
 
 def test_a_receiver_that_wants_another_step_is_refused() -> None:
@@ -130,8 +133,8 @@ def test_the_only_receiver_waits_for_no_chain() -> None:
     assert recorder.names(1) == ["go"]
 
 
-def test_without_a_way_between_receivers_there_is_no_chain() -> None:
-    made, recorder = at(Stage.OFFERED, others=2, chains=False)
+def test_a_receiver_that_no_other_can_reach_is_fed_alone() -> None:
+    made, recorder = at(Stage.OFFERED, others=2, address=None)
     made.heard(1, TCP, 1.0)
     assert recorder.names(1) == ["go"]
 
@@ -139,7 +142,7 @@ def test_without_a_way_between_receivers_there_is_no_chain() -> None:
 def test_receivers_of_a_chain_begin_when_all_are_here() -> None:
     made, recorder = machine([1, 2, 3])
     for rank in (1, 2, 3):
-        made.joined(rank, Join(place=Place("aba"[rank - 1])), False, 0.0)
+        made.joined(rank, Join(place=Place("aba"[rank - 1]), address=at_port(rank)), False, 0.0)
     for rank in (1, 2, 3):
         assert made.join_ends() > 0.0 and recorder.effects[-1].name == "offer"
         made.heard(rank, TCP, 0.0)
@@ -147,7 +150,11 @@ def test_receivers_of_a_chain_begin_when_all_are_here() -> None:
     assert made.join_ends() == float("-inf")
     made.end_join(0.5)
     # The two that share a machine are next to each other.
-    links = [Link(1, None, 3, 0), Link(3, 1, 2, 1), Link(2, 3, None, 2)]
+    links = [
+        Link(1, None, 3, 0),
+        Link(3, 1, 2, 1, at_port(1)),
+        Link(2, 3, None, 2, at_port(3)),
+    ]
     assert recorder.effects[-3:] == [(link.rank, "go", link) for link in links]
     assert not made.joining and len(made.among(Stage.ACTIVE)) == 3
 
@@ -163,7 +170,7 @@ def test_receivers_of_a_chain_begin_when_the_window_ends() -> None:
 def test_one_that_comes_after_the_join_is_over_is_fed_alone() -> None:
     made, recorder = machine([1, 2])
     for rank in (1, 2):
-        made.joined(rank, Join(), False, 0.0)
+        made.joined(rank, Join(address=AT), False, 0.0)
     made.joining = False
     made.heard(2, TCP, 1.0)
     assert recorder.effects[-1] == (2, "go", Link(2, None, None, 0))
@@ -195,7 +202,7 @@ def test_a_receiver_that_needs_chunks_is_fed() -> None:
 def test_a_receiver_that_lost_its_upstream_is_named_once() -> None:
     made, recorder = machine([1, 2])
     for rank in (1, 2):
-        made.joined(rank, Join(), False, 0.0)
+        made.joined(rank, Join(address=AT), False, 0.0)
         made.heard(rank, TCP, 0.0)
     made.end_join(0.0)
     for rank in (1, 2, 2):
@@ -231,7 +238,7 @@ def test_a_receiver_that_has_all_is_told_to_commit() -> None:
 
 def test_nobody_commits_a_state_that_has_changed() -> None:
     made, recorder = at(Stage.ACTIVE, others=1)
-    made.joined(2, Join(), False, 0.0)
+    made.joined(2, Join(address=AT), False, 0.0)
     recorder.changed = True
     with pytest.raises(StateError):
         made.heard(1, Fetched(), 1.0)
@@ -358,8 +365,8 @@ def test_a_route_that_was_not_asked_for_is_a_refusal() -> None:
 def test_what_cannot_be_done_ends_its_receiver(name: str) -> None:
     made, recorder = machine([1, 2])
     recorder.answers[name, 1] = "no memory"
-    made.joined(1, Join(), False, 0.0)
-    made.joined(2, Join(), False, 0.0)
+    made.joined(1, Join(address=AT), False, 0.0)
+    made.joined(2, Join(address=AT), False, 0.0)
     for message in (MEMORY, Need((0,)), Want(()), RouteNote(b"")):
         made.heard(1, message, 1.0)
     assert recorder.names(1)[-2:] == ["Abort", "drop"] and "no memory" in made.peers[1].reason
@@ -382,7 +389,7 @@ def test_one_of_several_that_makes_no_progress_has_failed(
     silent: float, stuck: float, word: str
 ) -> None:
     made, recorder = at(Stage.ACTIVE, others=1)
-    made.joined(2, Join(), False, 0.0)
+    made.joined(2, Join(address=AT), False, 0.0)
     made.tick(11.0, {1: silent}, {1: stuck})
     assert f"took no {word} for 10 s" in made.peers[1].reason
     assert recorder.names(1) == ["Abort", "drop"] and made.peers[2].stage is Stage.OFFERED
@@ -399,7 +406,7 @@ def test_receivers_are_asked_whether_they_are_there(stage: Stage) -> None:
 
 def test_one_that_waits_for_the_others_and_is_gone_does_not_begin() -> None:
     made, recorder = at(Stage.ACCEPTED, others=2)
-    made.joined(2, Join(), False, 0.0)
+    made.joined(2, Join(address=AT), False, 0.0)
     made.heard(2, TCP, 0.0)
     made.tick(10.2, {1: 10.1, 2: 0.1}, {})
     assert made.peers[1].stage is Stage.FAILED
@@ -424,11 +431,11 @@ def test_all_ends_with_the_deadline(stage: Stage) -> None:
 def test_a_window_for_the_others_and_as_long_for_each_answer() -> None:
     made, _ = machine([1, 2, 3], window=5.0, join_timeout=30.0, seconds=60.0)
     assert made.join_ends() == 30.0  # for the first to come
-    made.joined(1, Join(), False, 8.0)
+    made.joined(1, Join(address=AT), False, 8.0)
     assert made.join_ends() == 60.0  # nobody waits for nobody: it is alone
     made.heard(1, TCP, 9.0)
     assert made.join_ends() == 13.0
-    made.joined(2, Join(), False, 12.0)
+    made.joined(2, Join(address=AT), False, 12.0)
     assert made.join_ends() == 17.0
     made.heard(2, TCP, 12.5)
     assert made.join_ends() == 13.0
@@ -436,17 +443,17 @@ def test_a_window_for_the_others_and_as_long_for_each_answer() -> None:
 
 def test_each_receiver_that_says_nothing_costs_the_others_a_window_at_most() -> None:
     made, _ = machine([1, 2, 3, 4], window=1.0, seconds=60.0)
-    made.joined(1, Join(), False, 0.0)
+    made.joined(1, Join(address=AT), False, 0.0)
     made.heard(1, TCP, 0.0)
     for rank, now in ((2, 0.9), (3, 1.8), (4, 2.7)):
         assert made.join_ends() <= rank - 1
-        made.joined(rank, Join(), False, now)
+        made.joined(rank, Join(address=AT), False, now)
     assert made.join_ends() == 3.7
 
 
 def test_waiting_leaves_half_of_the_time_for_serving() -> None:
     made, _ = machine([1, 2], window=50.0, seconds=10.0, join_timeout=10.0)
-    made.joined(1, Join(), False, 2.0)
+    made.joined(1, Join(address=AT), False, 2.0)
     made.heard(1, TCP, 2.0)
     assert made.join_ends() == 6.0
 

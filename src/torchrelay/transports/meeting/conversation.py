@@ -20,7 +20,7 @@ from torchrelay.errors import (
 )
 from torchrelay.transports.meeting.connection import ConnectionLost, Inbox, MessageHeard
 from torchrelay.transports.meeting.node import Node
-from torchrelay.transports.wire.messages import Abort, Message
+from torchrelay.transports.wire.messages import Abort, Message, NodeAddress
 
 M = TypeVar("M", bound=Message)
 TICK = 0.5  # seconds: a signal that comes just before a wait begins does not end that wait
@@ -42,11 +42,16 @@ class Conversation:
         self._connection = node.connect(sender, me, self.inbox, deadline)
 
     @property
+    def address(self) -> NodeAddress:
+        """Where the process listens that the sender is. A rank may be another one by now."""
+        assert self._connection.identity is not None
+        return self._connection.identity.address
+
+    @property
     def process(self) -> bytes:
         """The process that the sender is, by an id that no other one ever has: the handshake has
         shown it."""
-        assert self._connection.identity is not None
-        return self._connection.identity.node
+        return self.address.node
 
     def send(self, message: Message) -> None:
         self._connection.send(message)

@@ -25,7 +25,7 @@ from torchrelay.errors import PeerLostError, RemoteProtocolError, TransferTimeou
 from torchrelay.memory import threads
 from torchrelay.transports.c10d import ProcessGroup, inside_backend, watch
 from torchrelay.transports.wire import handshake
-from torchrelay.transports.wire.messages import Id, Key, Name
+from torchrelay.transports.wire.messages import Id, Key, Name, NodeAddress
 
 _TAG = (1 << 30) + 7  # clear of the tags of torch's own protocol
 _MESSAGE_BYTES = 512
@@ -46,6 +46,11 @@ class Identity(msgspec.Struct, array_like=True, frozen=True):
 
     def encode(self) -> bytes:
         return msgspec.msgpack.encode(self)
+
+    @property
+    def address(self) -> NodeAddress:
+        """How to reach the process, without what admits a caller."""
+        return NodeAddress(self.node, self.host, self.port)
 
     def as_text(self) -> str:
         return urlsafe_b64encode(self.encode()).decode()
@@ -99,8 +104,6 @@ def from_message(message: bytes, rank: int) -> Identity:
 class Directory:
     """The identities of ranks, as it was given them. Threads may share it."""
 
-    finds_all = False  # any rank, so that receivers can connect to each other
-
     def __init__(self) -> None:
         self._found: dict[int, Identity] = {}
 
@@ -140,8 +143,6 @@ def _wait_until(found: Callable[[], bool], rank: int, deadline: Deadline) -> Non
 
 class StoreDirectory(Directory):
     """Identities in the store of a group."""
-
-    finds_all = True
 
     def __init__(self, store: Any, rank: int) -> None:
         super().__init__()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import socket
+import threading
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -30,7 +31,7 @@ from torchrelay.transports.meeting.listener import listener_here
 from torchrelay.transports.meeting.matching import Matcher, OpenSend, ReceiverJoined
 from torchrelay.transports.wire import handshake
 from torchrelay.transports.wire.handshake import Hello
-from torchrelay.transports.wire.messages import Join
+from torchrelay.transports.wire.messages import Join, NodeAddress
 
 CONNECT_SECONDS = 30.0
 AGAIN_SECONDS = (0.01, 0.1)  # between two tries: first, and last
@@ -44,6 +45,32 @@ class DataTicket(NamedTuple):
     transfer: bytes
     key: bytes
     broken: int = 0
+
+
+class LastTransfers:
+    """The last transfer with each process, by its id. Most of those that were met long ago have
+    ended: they are forgotten."""
+
+    MOST = 1024
+
+    def __init__(self) -> None:
+        self._known: dict[bytes, bytes] = {}
+        self._lock = threading.Lock()
+
+    def note(self, process: bytes, transfer: bytes) -> None:
+        with self._lock:
+            self._known.pop(process, None)
+            self._known[process] = transfer
+            if len(self._known) > self.MOST:
+                del self._known[next(iter(self._known))]
+
+    def find(self, process: bytes) -> bytes | None:
+        return self._known.get(process)
+
+    def take(self, process: bytes) -> bytes | None:
+        """The transfer, which is forgotten."""
+        with self._lock:
+            return self._known.pop(process, None)
 
 
 Put = Callable[[socket.socket], None]
@@ -61,8 +88,9 @@ class Node:
         )
         self._matcher = Matcher()
         self._expected: dict[tuple[bytes, int], tuple[bytes, Put]] = {}
-        self.committed: dict[int, bytes] = {}  # by sender, the last transfer from it
-        self.unknown: dict[int, bytes] = {}  # by receiver, the one that it may have committed
+        # By process, as ranks may be other ones in the next call.
+        self.committed = LastTransfers()  # by sender, the last transfer from it
+        self.unknown = LastTransfers()  # by receiver, the one that it may have committed
         here.add(self.identity.node, self)
         directory.publish(self.identity)
 
@@ -100,19 +128,19 @@ class Node:
 
     def connect_data(
         self,
-        identity: Identity,
+        address: NodeAddress,
         ticket: DataTicket,
         deadline: Deadline,
         over: Callable[[], bool],
     ) -> socket.socket:
         """A data connection to the process that feeds this one. `OSError` if that fails."""
-        hello = Hello(handshake.DATA, identity.node, 0, ticket.transfer, ticket.broken)
-        return call_until(identity, hello, ticket.key, deadline, over)
+        hello = Hello(handshake.DATA, address.node, 0, ticket.transfer, ticket.broken)
+        return call_until(address, hello, ticket.key, deadline, over)
 
-    def settle(self, receiver: int, committed: bytes) -> bool | None:
-        """Whether a receiver, which says what it `committed` last, has committed the transfer whose
+    def settle(self, receiver: bytes, committed: bytes) -> bool | None:
+        """Whether a process, which says what it `committed` last, has committed the transfer whose
         end was unknown here; None if none was."""
-        transfer = self.unknown.pop(receiver, None)
+        transfer = self.unknown.take(receiver)
         return None if transfer is None else transfer == committed
 
     # In the I/O thread: connections
@@ -206,11 +234,11 @@ def node_of(group: Any) -> Node:
 # Calling another process. It blocks, within a deadline.
 
 
-def call(identity: Identity, hello: Hello, key: bytes, deadline: Deadline) -> socket.socket:
+def call(address: NodeAddress, hello: Hello, key: bytes, deadline: Deadline) -> socket.socket:
     """A connection to a process, authenticated both ways. `OSError` if that fails."""
     seconds = min(deadline.left(), CONNECT_SECONDS)
     try:
-        sock = socket.create_connection((identity.host, identity.port), max(seconds, 0.001))
+        sock = socket.create_connection((address.host, address.port), max(seconds, 0.001))
     except ValueError as fault:  # a host name that cannot be one
         raise OSError(str(fault)) from fault
     try:
@@ -241,7 +269,7 @@ def _exactly(sock: socket.socket, count: int, deadline: Deadline) -> bytes:
 
 
 def call_until(
-    identity: Identity,
+    address: NodeAddress,
     hello: Hello,
     key: bytes,
     deadline: Deadline,
@@ -253,7 +281,7 @@ def call_until(
     pause, longest = AGAIN_SECONDS
     while True:
         try:
-            return call(identity, hello, key, deadline)
+            return call(address, hello, key, deadline)
         except ConnectionResetError:
             if time.monotonic() > ends or over():
                 raise
@@ -272,7 +300,8 @@ def call_rank(
             called = identity
             try:
                 hello = Hello(handshake.CONTROL, identity.node, me)
-                return call_until(identity, hello, identity.token, deadline), identity
+                sock = call_until(identity.address, hello, identity.token, deadline)
+                return sock, identity
             except OSError as found:
                 raise_shortage(found, f"connect to rank {rank}")
                 fault = found

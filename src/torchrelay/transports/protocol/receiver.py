@@ -89,8 +89,9 @@ class SourceRank:
                 self._proof = place.Proof(claim)
                 fd = self._proof.process.fd
         self.talk = Conversation(member.node, rank, member.rank, call.deadline, call.watch)
-        committed = member.node.committed.get(rank, b"")
-        self.talk.send(m.Join(options.step, parts, here, self._nonce, fd, committed))
+        committed = member.node.committed.find(self.talk.process) or b""
+        address = member.node.identity.address
+        self.talk.send(m.Join(options.step, parts, here, self._nonce, fd, committed, address))
 
     @cached_property
     def record(self) -> Record:
@@ -140,6 +141,10 @@ class SourceRank:
             except RelayError as other:
                 raise other from fault
             raise
+
+    def note_commit(self) -> None:
+        """Its state has been taken: a sender that does not know so asks when it sends again."""
+        self._member.node.committed.note(self.talk.process, self.offer.transfer)
 
     def stop(self) -> None:
         """Nothing is written to a landing after this."""
@@ -242,7 +247,7 @@ class Receiving:
     def _commit(self, landing: StateLanding, source: SourceRank) -> Landed:
         landed = landing.end()
         settle()
-        self._member.node.committed[self._sender] = source.offer.transfer
+        source.note_commit()
         return landed
 
 

@@ -55,9 +55,8 @@ class Sending:
         self._gone_bytes = 0
         self._tickets = {rank: DataTicket(new_id(), new_key()) for rank in ranks}
         self._peers = {rank: Peer(rank) for rank in ranks}
-        seconds, chains = call.deadline.seconds, self._node.directory.finds_all
-        begun = time.monotonic()
-        self._machine = SenderMachine(options, seconds, chains, self._peers, self, begun)
+        seconds, begun = call.deadline.seconds, time.monotonic()
+        self._machine = SenderMachine(options, seconds, self._peers, self, begun)
 
     # The call
 
@@ -241,7 +240,8 @@ class Sending:
     def offer(self, peer: Peer, several: bool) -> None:
         join = peer.join
         assert join is not None
-        peer.settled = self._node.settle(peer.rank, join.committed)
+        if join.address is not None:
+            peer.settled = self._node.settle(join.address.node, join.committed)
         offer = self._make_offer(peer, join, several)
         self.send(peer, offer)
         likely = join.place.devices and not join.parts and "cuda_ipc" in offer.routes
@@ -333,8 +333,9 @@ class Sending:
         peer.connection.send(message)
 
     def drop(self, peer: Peer) -> None:
-        if peer.stage is Stage.UNKNOWN:
-            self._node.unknown[peer.rank] = self._tickets[peer.rank].transfer
+        address = None if peer.join is None else peer.join.address
+        if peer.stage is Stage.UNKNOWN and address is not None:
+            self._node.unknown.note(address.node, self._tickets[peer.rank].transfer)
         peer.close()
 
 

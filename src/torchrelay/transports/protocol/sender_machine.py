@@ -67,7 +67,6 @@ class Effects(Protocol):
 class SenderMachine:
     options: SendOptions
     seconds: float  # of the whole call
-    chains: bool  # receivers can connect to each other
     peers: dict[int, Peer]
     effects: Effects
     begun: float
@@ -191,7 +190,8 @@ class SenderMachine:
         else:
             peer.accept = accept
             waits = route.name == "tcp" and accept.reads is None and len(self.peers) > 1
-            if waits and self.chains and self.joining:
+            assert peer.join is not None
+            if waits and peer.join.address is not None and self.joining:
                 peer.stage = Stage.ACCEPTED
             else:
                 self._go(peer, Link(peer.rank))
@@ -255,8 +255,9 @@ def chain(peers: Sequence[Peer]) -> list[Link]:
     """Receivers in a row: each passes a chunk on as it arrives, so the bytes leave the sender about
     once. Receivers of one machine are neighbours, so bytes cross to a machine once; machines are in
     the order of their first."""
-    machines = {peer.rank: peer.join.place.machine for peer in peers if peer.join is not None}
-    order = list(dict.fromkeys(machines.values()))
-    ranks = sorted(machines, key=lambda rank: order.index(machines[rank]))
+    joins = {peer.rank: peer.join for peer in peers if peer.join is not None}
+    order = list(dict.fromkeys(join.place.machine for join in joins.values()))
+    ranks = sorted(joins, key=lambda rank: order.index(joins[rank].place.machine))
     rows = zip(ranks, [None, *ranks], [*ranks[1:], None], strict=False)
-    return [Link(*row, depth) for depth, row in enumerate(rows)]
+    addresses = [None, *(joins[rank].address for rank in ranks)]
+    return [Link(*row, depth, addresses[depth]) for depth, row in enumerate(rows)]

@@ -25,7 +25,7 @@ from torchrelay.transports.meeting.conversation import Conversation
 from torchrelay.transports.meeting.node import DataTicket
 from torchrelay.transports.resources import Member
 from torchrelay.transports.routes.outgoing import Outgoing
-from torchrelay.transports.wire.messages import Accept, Join, Message, Offer
+from torchrelay.transports.wire.messages import Accept, Join, Message, NodeAddress, Offer
 
 RETRIES = 2  # times a chunk whose digest does not match is fetched again
 
@@ -44,13 +44,14 @@ class RouteFault(Exception):
 
 
 class Link(NamedTuple):
-    """A receiver, the one that feeds it (None: the sender), the one that it feeds, and how many are
-    before it."""
+    """A receiver, the one that feeds it (None: the sender), the one that it feeds, how many are
+    before it, and where the one that feeds it listens."""
 
     rank: int
     upstream: int | None = None
     downstream: int | None = None
     depth: int = 0
+    address: NodeAddress | None = None
 
 
 @dataclass(frozen=True)

@@ -57,7 +57,7 @@ class TcpGo(msgspec.Struct, array_like=True, frozen=True):
 
     key: m.Key
     connections: Annotated[int, Meta(ge=1, le=MAX_CONNECTIONS)]
-    upstream: m.Rank | None = None  # None: the sender
+    upstream: m.NodeAddress | None = None  # of the receiver that feeds this one; None: the sender
     depth: m.Count = 0
     downstream: tuple[m.Id, m.Key] | None = None  # admits the receiver that is fed from here
 
@@ -82,11 +82,11 @@ class TcpService(r.RouteService):
         self.close()  # of an earlier acceptance
         self.outgoing, self._count = outgoing, len(chunks)
         self._asked = self._restarts = 0
-        self._start([] if link.upstream is not None else range(self._count))
+        self._start([] if link.address is not None else range(self._count))
         tickets = self._receiver.tickets
         downstream = None if link.downstream is None else tickets[link.downstream][:2]
         key = tickets[link.rank].key
-        return m.write(TcpGo(key, count, link.upstream, link.depth, downstream))
+        return m.write(TcpGo(key, count, link.address, link.depth, downstream))
 
     def _start(self, chunks: Sequence[int]) -> None:
         outgoing, receiver = self.outgoing, self._receiver
@@ -172,21 +172,20 @@ class TcpFetch(r.RouteFetch):
             ticket, add = DataTicket(*self._go.downstream), _add_to(self._downstream)
             self._stack.enter_context(self._talk.node.expect(ticket, add))
         if self._go.upstream is None:
-            self._direct = self._connect(self._talk.sender)
+            self._direct = self._connect(self._talk.address)
         else:
             self._upstream = self._connect(self._go.upstream)
         while self._expected:
             self._handle(self._talk.next("data", TICK if self._patience else float("inf")))
             self._look_around()
 
-    def _connect(self, rank: int) -> Feed:
+    def _connect(self, address: m.NodeAddress) -> Feed:
         """Data connections to a process that feeds this one."""
         talk, node = self._talk, self._talk.node
-        identity = node.directory.find(rank, talk.deadline)
         ticket = DataTicket(self._incoming.offer.transfer, self._go.key, self._broken)
 
         def connect(over: Callable[[], bool]) -> DataSocket:
-            return DataSocket(node.connect_data(identity, ticket, talk.deadline, over))
+            return DataSocket(node.connect_data(address, ticket, talk.deadline, over))
 
         self.connections = self._go.connections
         self._arrived_at = time.monotonic()
@@ -226,7 +225,7 @@ class TcpFetch(r.RouteFetch):
         fresh = self._direct is None
         self._talk.send(m.Need(tuple(chunks), restart=fresh and self._broken > 0))
         if fresh:
-            self._direct = self._connect(self._talk.sender)
+            self._direct = self._connect(self._talk.address)
 
     # Losses
 

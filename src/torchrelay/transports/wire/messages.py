@@ -36,7 +36,6 @@ _SMALL, _LARGE = 1 << 16, 1 << 30  # bytes of a message
 
 # The values that a field may have. Decoding refuses all others, so every field has one of these.
 Step = Annotated[int, Meta(ge=0, le=MAX_STEP)]
-Rank = Annotated[int, Meta(ge=0, le=(1 << 31) - 1)]
 Chunk = Annotated[int, Meta(ge=0, le=MAX_CHUNKS - 1)]
 User = Annotated[int, Meta(ge=-1, le=(1 << 32) - 1)]
 Pid = Annotated[int, Meta(ge=0, le=1 << 22)]  # Linux has no larger ones
@@ -78,6 +77,14 @@ class Place(msgspec.Struct, array_like=True, frozen=True):
     devices: Names = ()  # ids of the GPUs that the process sees
 
 
+class NodeAddress(msgspec.Struct, array_like=True, frozen=True):
+    """Where a process listens, and the id by which it is known: no other process ever has it."""
+
+    node: Id
+    host: Name
+    port: Annotated[int, Meta(ge=1, le=0xFFFF)]
+
+
 class Join(Message, frozen=True):
     """Receiver: I want your state. `step` is the only one I take, if I ask for one."""
 
@@ -87,6 +94,7 @@ class Join(Message, frozen=True):
     nonce: Nonce = b""  # for proofs about processes; empty if I read no other memory
     fd: Descriptor = -1  # file of mine that shows the nonce, where I might open device memory
     committed: Annotated[bytes, Meta(max_length=ID_BYTES)] = b""  # my last transfer from you
+    address: NodeAddress | None = None  # of mine; None if I feed no other receiver
 
 
 class Offer(_LargeMessage, frozen=True):
