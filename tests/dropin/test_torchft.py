@@ -15,8 +15,11 @@ from unittest import TestCase
 import pytest
 import torch
 
+from tests.support.members import Members
+from tests.support.quorums import join_transport, recover, was_verified
 from tests.support.torchft_files import MISSING, find_torchft
 from tests.support.torchft_manager import recovers
+from tests.support.ways import WAYS
 
 CPU = torch.device("cpu")
 
@@ -62,3 +65,14 @@ def test_manager_recovers_a_replica() -> None:
     except (ImportError, AttributeError) as missing:  # or its Python files by themselves, above
         pytest.skip(f"torchft is not installed whole: {missing}")
     recovers()
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("verify", [None, True, False])
+def test_digests_are_compared_as_asked_for(way: str, verify: bool | None) -> None:
+    compared = way == "tcp" if verify is None else verify
+    with Members(2) as (sender, receiver):
+        for member in (sender, receiver):
+            member.call(join_transport, way, verify)
+        assert recover(sender, receiver, 1, 1.0) == {1.0}
+        assert receiver.call(was_verified) is compared

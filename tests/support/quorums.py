@@ -55,7 +55,7 @@ class Seat:
 # In the members
 
 
-def join_transport(here: Any, way: str) -> None:
+def join_transport(here: Any, way: str, verify: bool | None = None) -> None:
     """Make a `RelayTransport` that takes this way alone."""
     find_interface()
     from torchrelay.integrations.torchft import RelayTransport
@@ -63,7 +63,7 @@ def join_transport(here: Any, way: str) -> None:
     here.taking = contextlib.ExitStack()
     here.taking.enter_context(taking(way))
     here.seat = Seat()
-    here.transport = RelayTransport(here.seat, timedelta(seconds=SECONDS))
+    here.transport = RelayTransport(here.seat, timedelta(seconds=SECONDS), verify=verify)
 
 
 def sit(here: Any, rank: int, size: int) -> str:
@@ -98,8 +98,23 @@ def buffers_here(here: Any, count: int) -> int:
 
 
 def receive(here: Any, source: int, metadata: str, step: int) -> set[float]:
-    got = here.transport.recv_checkpoint(source, metadata, step, timedelta(seconds=SECONDS))
+    """Receive; returns the values that came. `here.report` is the report."""
+    relay = here.transport._relay
+    original = relay.recv
+
+    def noted(*args: Any, **options: Any) -> Any:
+        got = original(*args, **options)
+        here.report = got.report
+        return got
+
+    with patched(relay, recv=noted):
+        got = here.transport.recv_checkpoint(source, metadata, step, timedelta(seconds=SECONDS))
     return values_in(got)
+
+
+def was_verified(here: Any) -> bool:
+    """Whether digests of the last state that was received were compared."""
+    return bool(here.report.verified)
 
 
 # In the test

@@ -45,7 +45,9 @@ class RelayTransport(CheckpointTransport[T], Generic[T]):  # type: ignore[misc, 
     """Recovers a torchft replica from a live one. torchft's metadata says where that one is.
 
     `state_dict`, if given, is called to get the state that is received into, in place. `device` is
-    where tensors without an in-place destination are placed.
+    where tensors without an in-place destination are placed. `verify` is as for `Relay`, and the
+    sender's counts: None compares digests of bytes that cross a wire, True also of bytes that are
+    read from the memory of a process of the same machine, False of none.
     """
 
     def __init__(
@@ -54,11 +56,13 @@ class RelayTransport(CheckpointTransport[T], Generic[T]):  # type: ignore[misc, 
         timeout: timedelta,
         device: torch.device | str = "cpu",
         state_dict: Callable[[], T] | None = None,
+        *,
+        verify: bool | None = None,
     ) -> None:
         self._device = torch.device(device)
         self._state_dict = state_dict
         self._quorum = _Quorum(pg)
-        self._relay = Relay(self._quorum, timeout=timeout.total_seconds())
+        self._relay = Relay(self._quorum, timeout=timeout.total_seconds(), verify=verify)
 
     def metadata(self) -> str:
         """Where this process listens, and what admits the other members of a quorum."""

@@ -52,9 +52,10 @@ class Resources:
         """Free what is kept of a process of this machine when it ends: see `Departures.watch`."""
         self._departures.watch(process, pid)
 
-    def settle(self, process: bytes) -> None:
-        """A transfer from a process is over: nothing is kept of one that has ended meanwhile."""
-        if not self._departures.watches(process):
+    def settle(self, process: bytes, *, arrived: bool) -> None:
+        """A transfer from a process is over: nothing is kept of one that has ended meanwhile. Nor
+        if the state has not `arrived`: memory that may be the cause is not used again."""
+        if not arrived or not self._departures.watches(process):
             self._forget(process)
 
     def _forget(self, process: bytes) -> None:

@@ -193,6 +193,7 @@ class MemoryFetch(ReadingFetch):
         self._slots, _ = slots_for(self._chunks.sizes)
         self._unfilled: list[int] = []  # chunks to ask for
         self._asked: dict[int, int] = {}  # by slot, the chunk that it was asked for
+        self._arrived = False
 
     def get_ready(self) -> None:
         super().get_ready()
@@ -203,6 +204,7 @@ class MemoryFetch(ReadingFetch):
         if not self._incoming.whole:
             self._plan(_read_table(go))
         super().run(go)
+        self._arrived = True
 
     def _plan(self, table: MemoryTable) -> None:
         """Find the path of each chunk. `RemoteProtocolError` for memory that cannot be."""
@@ -268,7 +270,7 @@ class MemoryFetch(ReadingFetch):
         if ring is not None:
             self._rings.give(self._talk.process, ring)
         self._open.close()
-        self._incoming.member.resources.settle(self._talk.process)
+        self._incoming.member.resources.settle(self._talk.process, arrived=self._arrived)
 
     # Straight from the sender's memory
 
