@@ -46,11 +46,12 @@ from torchrelay.memory.digest import digest
 from torchrelay.plan import asked
 from torchrelay.plan.snapshot import capture
 from torchrelay.progress import Progress
-from torchrelay.record import dtypes, encoding, keys, manifest, meshes
+from torchrelay.record import dtypes, encoding, manifest, meshes, probing, typed
 from torchrelay.record import schema as record_schema
 from torchrelay.record.checks import images as image_checks
 from torchrelay.record.checks import rows as row_checks
 from torchrelay.record.checks import tree as tree_checks
+from torchrelay.record.values import MAX_NESTED
 from torchrelay.results import Attempt, Outcome, Traffic
 from torchrelay.stores import dcp, safetensors, seam
 from torchrelay.stores.objects.step import with_folder
@@ -521,11 +522,12 @@ def test_limits_are_as_described() -> None:
     assert (caps["ranks of all different meshes"], meshes.MAX_MESH_RANKS) == ("2^22", 1 << 22)
     more = caps["dimensions of all tensors, beyond 8 of each"]
     assert (more, row_checks.MAX_MORE_DIMS) == ("2^19", 1 << 19)
-    numbers = caps["keys that are whole numbers in 64 bits, but for 0, 1, 2, ... in order"]
-    assert (numbers, keys.MAX_NUMBER_KEYS) == ("2^15 in all dicts", 1 << 15)
-    others = caps["keys that are neither text nor such numbers; items in all of them"]
-    assert others == "2^12; 2^16"
-    assert (keys.MAX_OTHER_KEYS, keys.MAX_KEY_ITEMS) == (1 << 12, 1 << 16)
+    assert caps["keys of a dict that are not text"].startswith("2^8, or as many as")
+    assert probing.FEW == 1 << 8
+    tries = caps["tries for a slot, for each key of a dict; for each member of a set"]
+    assert (tries, probing.TRIES) == ("2^6; 2^7", 1 << 6)
+    assert (caps["tuples in tuples, in a key or a value"], MAX_NESTED) == ("128", 128)
+    assert (caps["bits of a number of a Fraction"], typed.MAX_FRACTION_BITS) == ("2^16", 1 << 16)
 
 
 def hex_of(name: str) -> bytes:

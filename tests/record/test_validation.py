@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -11,14 +13,16 @@ import pytest
 import torch
 from msgspec.structs import replace
 
+from tests.support.hostile import probing_keys
 from tests.support.records import stream_record, whole_record, with_volume
 from torchrelay.errors import ManifestError, UnsupportedLeafError
+from torchrelay.plan.outline import laid_over
 from torchrelay.plan.snapshot import capture
 from torchrelay.record import manifest as m
 from torchrelay.record.checks.images import Mode
 from torchrelay.record.checks.record import check
 from torchrelay.record.encoding import decode, encode
-from torchrelay.record.keys import MAX_NUMBER_KEYS, MAX_OTHER_KEYS, KeyLimits
+from torchrelay.record.keys import check_keys
 from torchrelay.record.schema import (
     VERSION,
     BoxSharding,
@@ -31,7 +35,7 @@ from torchrelay.record.schema import (
     StateOutline,
     VolumeRecord,
 )
-from torchrelay.record.values import TupleKey
+from torchrelay.record.values import Key, TupleKey, encode_key
 from torchrelay.steps import MAX_STEP
 
 
@@ -447,28 +451,86 @@ def test_memory_for_columns_is_bounded_by_the_columns_that_came() -> None:
 # Keys.
 
 
-def test_keys_that_are_not_text_are_limited_in_number_and_size() -> None:
-    numbers = tuple(range(1, MAX_NUMBER_KEYS + 1))
-    limits = KeyLimits()
-    limits.check(numbers)
-    limits.check(tuple(range(100_000)))  # from 0 on they have different hashes
-    limits.check(tuple(map(str, range(100_000))))
-    with pytest.raises(ManifestError, match="keys that are numbers"):
-        limits.check((-1,))
-    tuples = tuple(TupleKey((n, "x")) for n in range(MAX_OTHER_KEYS))
-    limits = KeyLimits()
-    limits.check(tuples)
-    with pytest.raises(ManifestError, match="neither text nor 64-bit numbers"):
-        limits.check((None,))
-    with pytest.raises(ManifestError, match="items in all"):
-        KeyLimits().check((TupleKey((1,) * (1 << 17)),))
+def test_keys_of_any_number_are_taken() -> None:
+    for keys in (
+        tuple(range(1, 400_000)),
+        tuple(range(100_000)),
+        tuple(n << 40 for n in range(100_000)),
+        tuple(-n * 1000 for n in range(100_000)),
+        tuple(TupleKey((n, "x")) for n in range(20_000)),
+        tuple(TupleKey((n % 141 - 70, n // 141 - 70)) for n in range(20_000)),
+        tuple(encode_key(n / 64) for n in range(20_000)),
+        tuple(encode_key(3**n) for n in range(20, 420)),
+        tuple(map(str, range(100_000))),
+        (TupleKey((1,) * (1 << 17)),),
+    ):
+        check_keys(keys)
+
+
+def colliding() -> dict[str, tuple[Key, ...]]:
+    modulus = sys.hash_info.modulus
+    return {
+        "one hash": tuple(encode_key(modulus * n) for n in range(9, 1000)),
+        "one hash, negative": tuple(encode_key(-modulus * n - 5) for n in range(9, 1000)),
+        "one sequence of slots": tuple(probing_keys(20_000, 1 << 15)),
+        "signs": tuple(TupleKey(key) for key in itertools.product((-1, -2), repeat=11)),
+        "long tuples": tuple(
+            TupleKey((*(7,) * 5000, *key)) for key in itertools.product((-1, -2), repeat=9)
+        ),
+    }
+
+
+@pytest.mark.parametrize("name", colliding())
+def test_keys_that_would_make_a_dict_slow_are_refused(name: str) -> None:
+    keys = colliding()[name]
+    with pytest.raises(ManifestError, match="collide"):
+        check_keys(keys)
+    tree = m.DictNode("dict", keys, (0,) * len(keys))
+    with pytest.raises(ManifestError, match="collide"):
+        decode(encode(stream_record(tree, [m.ValueLeaf("plain", 0)])))
 
 
 def test_what_a_receiver_would_refuse_is_refused_by_name_before_it_is_sent() -> None:
-    state = {"x": {"many": {n * 3: n for n in range(MAX_NUMBER_KEYS + 1)}}}
-    with pytest.raises(UnsupportedLeafError, match="use text as keys") as caught:
+    modulus = sys.hash_info.modulus
+    state = {"x": {"many": {n * modulus: n for n in range(1000)}}}
+    with pytest.raises(UnsupportedLeafError, match="use text") as caught:
         capture(state)
     assert caught.value.path == "['x']['many']"
+
+
+def test_dicts_of_several_ranks_are_checked_as_the_one_that_they_make() -> None:
+    modulus = sys.hash_info.modulus
+    trees: list[tuple[m.Node, int]] = []
+    for rank in range(9):
+        keys = tuple(encode_key(modulus * n) for n in range(100 * rank, 100 * rank + 100))
+        check_keys(keys)  # few enough to cost little
+        trees.append((m.DictNode("dict", keys, (0,) * len(keys)), 1))
+    with pytest.raises(ManifestError, match="collide"):
+        laid_over(trees)
+
+
+def test_a_key_that_is_a_deep_tuple_is_refused_by_path() -> None:
+    key: Any = ()
+    for _ in range(5000):
+        key = (key,)
+    with pytest.raises(UnsupportedLeafError, match="nested deeper than 128") as caught:
+        capture({"x": {"y": {key: 1}}})
+    assert caught.value.path == "['x']['y']"
+    record: Any = TupleKey(())
+    for _ in range(200):
+        record = TupleKey((record,))
+    with pytest.raises(ManifestError, match="nested deeper"):
+        check_tree_of(record)
+    shallow: Any = 1
+    for _ in range(100):
+        shallow = (shallow,)
+    assert check_tree_of(encode_key(shallow))
+
+
+def check_tree_of(key: Key) -> bool:
+    tree = m.DictNode("dict", (key,), (0,))
+    found = decode(encode(stream_record(tree, [m.ValueLeaf("plain", 0)])))
+    return found.outlines[0].tree == tree
 
 
 def test_each_nan_is_a_key_of_its_own() -> None:

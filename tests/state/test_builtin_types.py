@@ -100,7 +100,7 @@ class Config:
     ("leaf", "remedy"),
     [
         (Config(1, torch.ones(1)), r"call torchrelay\.register\(Config\)"),
-        (Sub(), r"see torchrelay\.register\(\)"),
+        (Sub(), r"call torchrelay\.register\(Sub, encode=list, decode=Sub\) on every rank"),
     ],
     ids=["dataclass", "subclass"],
 )

@@ -421,8 +421,8 @@ def _functional() -> torch.Tensor:
 @pytest.mark.parametrize(
     "leaf",
     [
-        {1, 2},
-        frozenset(),
+        {1, object()},
+        frozenset({_Loose.A}),
         object(),
         lambda: 0,
         _Plain(),
@@ -435,7 +435,7 @@ def _functional() -> torch.Tensor:
         _SubPair(1, 2),
         _Unregistered(1),
         bytearray(b"a"),
-        range(3),
+        slice(object()),
         np.array([None]),
         torch.nested.nested_tensor([torch.ones(1), torch.ones(2)]),
         torch.nested.nested_tensor([torch.ones(1)], layout=torch.jagged),

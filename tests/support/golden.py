@@ -3,6 +3,11 @@ draws other values; tests compare with this and not with another load."""
 
 from __future__ import annotations
 
+import argparse
+import datetime
+import decimal
+import fractions
+import uuid
 from collections import OrderedDict, defaultdict
 from typing import Any
 
@@ -15,8 +20,8 @@ from torch.distributed.tensor import Placement, Replicate, Shard, distribute_ten
 
 from tests.support.states import Color, Level, Moment, Pair, Point, strided
 
-ONE, TWO = 7, 12
-"""The steps: by one process, and by two ranks."""
+ONE, TWO, LIBRARY = 7, 12, 3
+"""The steps: by one process, and by two ranks; and one that format 3.1 has alone."""
 
 # Written out: later versions of torch have other dtypes.
 _DTYPES = """
@@ -178,6 +183,26 @@ def state_of_one() -> dict[str, Any]:
         ],
         "keys": {**odd, True: 2, (1, ("x", None)): torch.ones(3), -2.5: 0},
         "x": torch.arange(5),
+    }
+
+
+def state_of_library() -> dict[str, Any]:
+    """Values of the standard library, which came with format 3.1."""
+    moment = datetime.datetime(2026, 10, 25, 2, 30, 15, 123456, fold=1)
+    hour = datetime.timedelta(hours=1)
+    return {
+        "sets": [{1, "a", (2.5, None, frozenset({b"x"}))}, set(), frozenset({moment, 1j})],
+        "times": [
+            moment,
+            moment.replace(tzinfo=datetime.timezone.utc),
+            moment.replace(tzinfo=datetime.timezone(hour, "here")),
+            moment.date(),
+            datetime.time(1, 2, 3, 4, tzinfo=datetime.timezone(-hour)),
+            -hour,
+        ],
+        "numbers": [decimal.Decimal("-0.10"), fractions.Fraction(1 << 70, 3), uuid.UUID(int=7)],
+        "ranges": [range(9, 0, -2), slice(None, 5)],
+        "namespace": {"x": argparse.Namespace(tags={"b"}, w=torch.arange(2))},
     }
 
 

@@ -30,7 +30,7 @@ from torchrelay.landing.options import LandingOptions
 from torchrelay.landing.packed import unpack
 from torchrelay.landing.seam import land
 from torchrelay.record.encoding import decode, decode_at_rest
-from torchrelay.record.keys import MAX_NUMBER_KEYS, MAX_OTHER_KEYS
+from torchrelay.record.probing import FEW
 from torchrelay.record.schema import pack_column
 
 LENGTH = 2_000_000
@@ -203,11 +203,86 @@ def probing_keys(count: int = 85_000, size: int = 1 << 17) -> list[int]:
 
 
 def allowed_sign_keys() -> bytes:
-    return one_dict([["t", key] for key in signs(MAX_OTHER_KEYS, 13)])
+    """Dicts of as many keys of one hash as are not looked at."""
+    keys = [["t", key] for key in signs(FEW, 8)]
+    node = ["d", "dict", keys, [0] * len(keys)]
+    return fitted(lambda n: live(["l", "list", [node] * n], [VALUE]), 600)
 
 
 def allowed_numbers() -> bytes:
-    return one_dict(probing_keys(MAX_NUMBER_KEYS, 1 << 16))
+    """Dicts of numbers that all try the same slots first."""
+    keys = [n << 43 for n in range(FEW + 2)]
+    node = ["d", "dict", keys, [0] * len(keys)]
+    return fitted(lambda n: live(["l", "list", [node] * n], [VALUE]), 2000)
+
+
+def regular_numbers() -> bytes:
+    return fitted(lambda n: one_dict([k << 43 for k in range(n)]), 200_000)
+
+
+def chained_numbers() -> bytes:
+    """Each key is pushed on by the one before it."""
+    size = 1 << 17
+
+    def make(n: int) -> bytes:
+        keys, at = [], 0
+        for k in range(n):
+            keys.append(at + size * 32 * k)
+            at = (5 * at + 1) % size
+        return one_dict(keys)
+
+    return fitted(make, 80_000)
+
+
+def sets_of(members: Callable[[int], list[Any]], count: int) -> bytes:
+    """A set of members that have been sorted as they have to be."""
+    order = msgspec.msgpack.encode
+    return fitted(
+        lambda n: live(0, [["v", "object", ["o", "set", sorted(members(n), key=order)]]]),
+        count,
+    )
+
+
+def sign_sets() -> bytes:
+    return sets_of(lambda n: [["o", "tuple", key] for key in signs(n)], 60_000)
+
+
+def probing_sets() -> bytes:
+    return sets_of(lambda n: probing_keys(n, 1 << 17), 85_000)
+
+
+def honest_sets() -> bytes:
+    return sets_of(lambda n: [k * 1001 for k in range(n)], 300_000)
+
+
+def many_sets() -> bytes:
+    leaf = ["v", "object", ["o", "set", [*range(0, 2500, 10)]]]
+    return fitted(lambda n: live(["l", "list", [*range(n)]], [leaf] * n), 3000)
+
+
+def deep_objects() -> bytes:
+    value: Any = 1
+    for _ in range(120):
+        value = ["o", "tuple", [value]]
+    return fitted(lambda n: live(["l", "list", [*range(n)]], [["v", "object", value]] * n), 3000)
+
+
+def fractions() -> bytes:
+    one = ["o", "fractions.Fraction", [["i", hex(3**41_000)], ["i", hex(2**65_000)]]]
+    return fitted(lambda n: live(["l", "list", [*range(n)]], [["v", "object", one]] * n), 100)
+
+
+def decimals() -> bytes:
+    digits = ["o", "decimal.Decimal", ["7" * (LENGTH // 2)]]
+    return live(0, [["v", "object", ["o", "set", [digits]]]])
+
+
+def zones() -> bytes:
+    def make(n: int) -> bytes:
+        leaves = [["v", "object", ["o", "zoneinfo.ZoneInfo", [f"No/{k}"]]] for k in range(n)]
+        return live(["l", "list", [*range(n)]], leaves)
+
+    return fitted(make, 60_000)
 
 
 def chain(depth: int, bottom: Any) -> Any:
@@ -1240,7 +1315,17 @@ CASES = [
     Case("live: keys along one sequence of a dict's slots", lambda: one_dict(probing_keys()), new),
     Case("live: the same keys, into=", sign_keys, loosely),
     Case("live: as many tuples of -1 and -2 as there may be", allowed_sign_keys, new),
-    Case("live: as many keys along one sequence as there may be", allowed_numbers, new),
+    Case("live: dicts of numbers that try the same slots", allowed_numbers, new),
+    Case("live: numbers that try the same slots", regular_numbers, new),
+    Case("live: numbers that push each other on", chained_numbers, new),
+    Case("live: a set of tuples of -1 and -2", sign_sets, new),
+    Case("live: a set of keys along one sequence of a dict's slots", probing_sets, new),
+    Case("live: a set of 200,000 numbers", honest_sets, new),
+    Case("live: many sets", many_sets, new),
+    Case("live: tuples in tuples, as values", deep_objects, new),
+    Case("live: fractions of large numbers", fractions, new),
+    Case("live: a decimal of a million digits", decimals, new),
+    Case("live: time zones that are not there", zones, new),
     Case("live: shapes of one hash", leaf_shapes, new),
     Case("live: shapes of one hash, in columns", kind_shapes, new),
     Case("live: shapes of one hash, in sparse tensors", other_shapes, new),

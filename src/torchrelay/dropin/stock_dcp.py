@@ -7,12 +7,20 @@ that either refuses is refused here by name, and never loaded another way.
 
 from __future__ import annotations
 
+import argparse
 import collections
+import datetime
+import decimal
+import fractions
 import io
 import os
 import pickle
+import types
+import uuid
 import warnings
 import zipfile
+import zoneinfo
+from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path, PurePath
 from typing import Any
@@ -47,6 +55,15 @@ _AS_THEY_ARE = (
     *(type(None), bool, int, float, complex, str, bytes, bytearray),
     *(torch.Size, torch.dtype, torch.device),
 )
+_SPELLED: dict[type, Callable[[Any], Any]] = {
+    **{
+        kind: lambda value: value.isoformat()
+        for kind in (datetime.date, datetime.time, datetime.datetime)
+    },
+    datetime.timedelta: datetime.timedelta.total_seconds,
+    **dict.fromkeys((datetime.timezone, zoneinfo.ZoneInfo), str),
+    **dict.fromkeys((uuid.UUID, decimal.Decimal, fractions.Fraction), str),
+}
 _NUMBERS = (np.bool_, np.integer, np.floating, np.complexfloating)
 
 
@@ -231,7 +248,9 @@ def _nested(values: dict[str, Any], paths: dict[str, tuple[str | int, ...]]) -> 
 
 def torch_values(value: Any, path: paths.Path = ()) -> Any:
     """The state with each value in the nearest of those types: arrays are tensors, numpy's scalars
-    Python's, deques lists, namedtuples tuples, paths text, buffers bytes.
+    Python's, deques lists, namedtuples tuples, paths text, buffers bytes; namespaces dicts; dates,
+    times (ISO 8601), time zones, UUIDs, Decimals and Fractions text, timedeltas seconds, ranges and
+    slices tuples of three, frozensets sets, or tuples inside of a set.
 
     `UnsupportedLeafError` names the path of anything else.
     """
@@ -245,8 +264,14 @@ def torch_values(value: Any, path: paths.Path = ()) -> Any:
     if kind in (list, tuple, collections.deque) or is_namedtuple(kind):
         items = [torch_values(item, (*path, place)) for place, item in enumerate(value)]
         return tuple(items) if isinstance(value, tuple) else items
-    if kind is set and all(type(item) in _AS_THEY_ARE for item in value):
-        return value
+    if kind in (set, frozenset):
+        return {_member(item, path) for item in value}
+    if kind in _SPELLED:
+        return _SPELLED[kind](value)
+    if kind in (range, slice):
+        return torch_values((value.start, value.stop, value.step), path)
+    if kind in (argparse.Namespace, types.SimpleNamespace):
+        return torch_values(vars(value), path)
     if kind is np.ndarray:
         return _tensor(value, path)
     if isinstance(value, (np.str_, np.bytes_)) or (
@@ -258,6 +283,18 @@ def torch_values(value: Any, path: paths.Path = ()) -> Any:
     if kind is io.BytesIO:
         return value.getvalue()
     raise _refused(f"a leaf of type {kind.__name__}", path)
+
+
+def _member(member: Any, path: paths.Path) -> Any:
+    """A member of a set in such a type, which can be one again."""
+    kind = type(member)
+    if kind is tuple:
+        return tuple([_member(item, path) for item in member])
+    if kind is frozenset:
+        return tuple(sorted([_member(item, path) for item in member], key=repr))
+    if kind in (*_AS_THEY_ARE, *_SPELLED, range) or isinstance(member, PurePath):
+        return torch_values(member, path)
+    raise _refused(f"a set with a {kind.__name__} in it", path)
 
 
 def _tensor(array: np.ndarray[Any, Any], path: paths.Path) -> torch.Tensor:

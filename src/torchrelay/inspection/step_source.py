@@ -11,6 +11,7 @@ from torchrelay.record import manifest as m
 from torchrelay.record.manifest import parts
 from torchrelay.record.rows import LeafRows
 from torchrelay.record.schema import Record
+from torchrelay.record.typed import spelled
 from torchrelay.record.values import decode_value
 from torchrelay.sources.seam import Opened
 from torchrelay.state.paths import slots
@@ -100,6 +101,8 @@ def contents_of(record: Record) -> Contents:
 
 def _text(leaf: m.Leaf) -> str | None:
     """A leaf that has no bytes, in words."""
+    if isinstance(leaf, m.ValueLeaf) and leaf.kind == "object":
+        return short(spelled(leaf.value))
     if isinstance(leaf, m.ValueLeaf):
         value = decode_value(leaf.value)
         return shown(value) if leaf.kind == "plain" else f"{leaf.kind} {value}"[:LONGEST]
@@ -117,5 +120,8 @@ def shown(value: object) -> str:
         value = value[:LONGEST]
     elif isinstance(value, int) and value.bit_length() > 1024:
         return f"an integer of {value.bit_length()} bits"
-    text = repr(value)
+    return short(repr(value))
+
+
+def short(text: str) -> str:
     return text if len(text) <= LONGEST else text[: LONGEST - 3] + "..."

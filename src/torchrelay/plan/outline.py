@@ -11,7 +11,7 @@ from msgspec.structs import replace
 
 from torchrelay.geometry.boxes import Numbers
 from torchrelay.record import manifest as m
-from torchrelay.record.keys import identities
+from torchrelay.record.keys import check_keys, identities
 from torchrelay.record.kinds import KindTable
 from torchrelay.record.schema import ImageKind, LeafKind, Record, StateOutline, column_of
 from torchrelay.record.values import Key
@@ -93,6 +93,7 @@ def _merged(nodes: Sequence[m.Node]) -> m.Node:
         for name, key, item in zip(identities(node.keys), node.keys, node.items, strict=True):
             found.setdefault(name, (key, []))[1].append(item)
     keys, items = zip(*found.values(), strict=True) if found else ((), ())
+    check_keys(keys)  # each of the dicts alone was checked before
     return replace(top, keys=keys, items=tuple(map(_merged, items)))
 
 

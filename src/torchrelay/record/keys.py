@@ -1,24 +1,24 @@
 """Keys that a peer chose.
 
 Python hashes numbers, and tuples of them, alike in every process. A peer that chooses the keys of a
-dict can choose them so that each new one is compared with all others. So a state may have a limited
-number of keys that are not text. Text and bytes are hashed with a secret of the process: a table
-that only this library looks at has its keys spelled in those.
+dict can choose them so that each new one is compared with all others. So keys other than text are
+checked before a dict is made of them. Text and bytes are hashed with a secret of the process: a
+table that only this library looks at has its keys spelled in those.
 """
 
 from __future__ import annotations
 
 import struct
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
-from torchrelay.errors import ManifestError
-from torchrelay.record.values import BigInt, Key, Text, TupleKey, decode_key
+import numpy as np
 
-# So many keys take a second, or two, if all of them collide.
-MAX_NUMBER_KEYS = 1 << 15
-MAX_OTHER_KEYS = 1 << 12
-MAX_KEY_ITEMS = 1 << 16  # of tuples, those in them included
+from torchrelay.errors import ManifestError
+from torchrelay.record.probing import FEW, check_dict, hashes_of
+from torchrelay.record.values import BigInt, Key, TupleKey, decode_key
+
+_TWICE = "a dict has one key twice"
 
 
 def identity(key: Key) -> str | bytes:
@@ -57,46 +57,43 @@ def identities(keys: Iterable[Key]) -> list[str | bytes]:
     return found
 
 
-class KeyLimits:
-    """How many keys a state may have that are not text, in all of its dicts.
+def check_keys(keys: Sequence[Key]) -> None:
+    """Raise `ManifestError` unless these can be the keys of one dict, in time linear in their size.
 
-    The numbers 0, 1, 2, ... in order do not count: their hashes are known to be different.
+    Text is hashed with a secret, and the numbers 0, 1, 2, ... in order have different hashes.
     """
+    if _are_text(keys):
+        if len(set(keys)) != len(keys):
+            raise ManifestError(_TWICE)
+        return
+    if keys == tuple(range(len(keys))):
+        return
+    numbers = _numbers(keys)
+    if numbers is not None:
+        ordered = np.sort(numbers)
+        if (ordered[1:] == ordered[:-1]).any():
+            raise ManifestError(_TWICE)
+        check_dict(hashes_of(numbers))
+        return
+    # Decoding raises for what no key encodes to. Each NaN is a key of its own.
+    values = [key if type(key) is int else decode_key(key) for key in keys]
+    different = [
+        identity(key)
+        for key, value in zip(keys, values, strict=True)
+        if type(key) is int or not _has_nan(value)
+    ]
+    if len(set(different)) != len(different):
+        raise ManifestError(_TWICE)
+    if len(keys) > FEW:
+        hashes = np.fromiter(map(hash, values), np.int64, len(values)).astype(np.uint64)
+        check_dict(hashes, max(map(_items, keys)))
 
-    def __init__(self) -> None:
-        self._numbers, self._others, self._items = MAX_NUMBER_KEYS, MAX_OTHER_KEYS, MAX_KEY_ITEMS
 
-    def problem(self, keys: Sequence[Key]) -> str | None:
-        """Count the keys of one more dict; says what there are too many of."""
-        if _are_text(keys) or keys == tuple(range(len(keys))):
-            return None
-        for key in keys:
-            kind = type(key)
-            if kind is int:
-                self._numbers -= 1
-            elif kind is not str and kind is not Text:
-                self._others -= 1
-                self._items -= _items(key)
-        if self._numbers < 0:
-            return f"more than {MAX_NUMBER_KEYS} keys that are numbers, and not 0, 1, 2, ..."
-        if self._others < 0:
-            return f"more than {MAX_OTHER_KEYS} keys that are neither text nor 64-bit numbers"
-        if self._items < 0:
-            return f"keys with more than {MAX_KEY_ITEMS} items in all"
+def _numbers(keys: Sequence[Key]) -> np.ndarray[Any, np.dtype[np.int64]] | None:
+    """The keys, if all of them are whole numbers of 64 bits."""
+    if [*map(type, keys)].count(int) < len(keys):
         return None
-
-    def check(self, keys: Sequence[Key]) -> None:
-        """Raise `ManifestError` unless these can be the keys of one more dict."""
-        different: Collection[object] = keys
-        if not _are_text(keys):
-            if (found := self.problem(keys)) is not None:
-                raise ManifestError(found)
-            # Each NaN is a key of its own. Decoding raises for what no key encodes to.
-            different = [
-                identity(key) for key in keys if type(key) is int or not _has_nan(decode_key(key))
-            ]
-        if len(set(different)) != len(different):
-            raise ManifestError("a dict has one key twice")
+    return np.array(keys, np.int64)
 
 
 def _are_text(keys: Sequence[Any]) -> bool:

@@ -126,9 +126,9 @@ class ArrayLeaf(_Record, tag="a", frozen=True):
 
 
 class ValueLeaf(_Record, tag="v", frozen=True):
-    """A plain value, or the name of a dtype or a device."""
+    """A plain value, the name of a dtype or a device, or an object that `typed` encodes."""
 
-    kind: Literal["plain", "dtype", "device"]
+    kind: Literal["plain", "dtype", "device", "object"]
     value: Value
 
 

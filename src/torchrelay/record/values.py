@@ -39,6 +39,13 @@ class Bytes(msgspec.Struct, tag="b", array_like=True, frozen=True):
     data: bytes
 
 
+class Typed(msgspec.Struct, tag="o", array_like=True, frozen=True):
+    """A value of one of the types that `typed` lists, by name: what it is made of."""
+
+    name: str
+    items: tuple[Value, ...]
+
+
 class TupleKey(msgspec.Struct, tag="t", array_like=True, frozen=True):
     """A dict key that is a tuple of keys."""
 
@@ -46,8 +53,9 @@ class TupleKey(msgspec.Struct, tag="t", array_like=True, frozen=True):
 
 
 Key = None | bool | int | str | Float | BigInt | Text | TupleKey
-Value = None | bool | int | str | Float | BigInt | Text | Complex | Bytes
+Value = None | bool | int | str | Float | BigInt | Text | Complex | Bytes | Typed
 
+MAX_NESTED = 128  # of tuples in keys, and of values in values
 _INT64 = range(-(1 << 63), 1 << 63)
 
 
@@ -62,7 +70,8 @@ def _float(bits: int) -> float:
 
 
 def encode_value(value: object) -> Value:
-    """The record for a plain value. `TypeError` for every type that is not listed here."""
+    """The record for a plain value. `TypeError` for every type that is not listed here; `typed` has
+    more of them."""
     kind = type(value)
     if value is None or kind is bool:
         return value  # type: ignore[return-value]
@@ -95,24 +104,35 @@ def decode_value(record: Value) -> object:
         return complex(_float(record.real), _float(record.imag))
     if isinstance(record, Bytes):
         return record.data
+    if isinstance(record, Typed):
+        raise ValueError(f"a value of type {record.name[:40]!r}")
     return record
 
 
-def encode_key(key: object) -> Key:
-    """The record for a dict key: a plain scalar, or a tuple of keys. Else `TypeError`."""
+def encode_key(key: object, depth: int = 0) -> Key:
+    """The record for a dict key: a plain scalar, or a tuple of keys. Else `TypeError`, and
+    `ValueError` for tuples nested too deep."""
     if type(key) is str and key.isascii():  # nearly all keys; skips the general path
         return key
     if isinstance(key, tuple) and type(key) is tuple:
-        return TupleKey(tuple(encode_key(item) for item in key))
+        _check_depth(depth)
+        return TupleKey(tuple(encode_key(item, depth + 1) for item in key))
     if type(key) in (complex, bytes):
         raise TypeError(type(key).__name__)
     return encode_value(key)  # type: ignore[return-value]
 
 
-def decode_key(record: Key) -> object:
+def decode_key(record: Key, depth: int = 0) -> object:
+    """Undo `encode_key`. `ValueError` for a record that no key encodes to."""
     if isinstance(record, TupleKey):
-        return tuple(map(decode_key, record.items))
+        _check_depth(depth)
+        return tuple([decode_key(item, depth + 1) for item in record.items])
     return decode_value(record)
+
+
+def _check_depth(depth: int) -> None:
+    if depth >= MAX_NESTED:
+        raise ValueError(f"tuples nested deeper than {MAX_NESTED}")
 
 
 def _big_int(text: str) -> int:

@@ -62,7 +62,8 @@ def _dicts(
     """The dicts that both trees have at one path of text."""
     if isinstance(offered, m.DictNode) and isinstance(here, m.DictNode):
         yield path, offered, here
-        theirs = dict(zip(offered.keys, offered.items, strict=True))
+        pairs = zip(offered.keys, offered.items, strict=True)
+        theirs = {key: item for key, item in pairs if isinstance(key, str)}
         for key, child in zip(here.keys, here.items, strict=True):
             if isinstance(key, str) and key in theirs:
                 yield from _dicts(theirs[key], child, (*path, key))

@@ -6,8 +6,6 @@ and a record that says how to put the parts together again.
 
 from __future__ import annotations
 
-import dataclasses
-import enum
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any, Literal, Protocol
@@ -21,11 +19,13 @@ from torchrelay.record import manifest as m
 from torchrelay.record.checks.leaves import SUB_BYTE, packed_bytes
 from torchrelay.record.dtypes import dtype_from_text, dtype_to_text
 from torchrelay.record.manifest import parts
-from torchrelay.record.values import decode_value, encode_value
+from torchrelay.record.typed import MissingZoneError, PartError, decode_typed, encode_typed
+from torchrelay.record.values import Typed, decode_value, encode_value
 from torchrelay.state import tensors as t
 from torchrelay.state.hints import UNINITIALIZED
 from torchrelay.state.meshes import mesh_record
 from torchrelay.state.paths import Path, naming
+from torchrelay.state.refusals import refusal
 from torchrelay.state.registry import subclass_name, subclass_named
 from torchrelay.state.tree import check_types, flatten, unflatten
 
@@ -44,29 +44,11 @@ def describe(leaf: object, path: Path, add: Add) -> m.Leaf:
     `UnsupportedLeafError` names the path of what cannot travel exactly.
     """
     with naming(path):
-        try:
-            return _tensor(leaf, path, add) if isinstance(leaf, torch.Tensor) else _value(leaf, add)
-        except TypeError as fault:
-            raise UnsupportedLeafError(
-                f"a leaf of type {fault} cannot travel: {_remedy(leaf)}"
-            ) from None
+        return _tensor(leaf, path, add) if isinstance(leaf, torch.Tensor) else _value(leaf, add)
 
 
 def _ticket(number: int) -> m.TensorLeaf:
     return m.TensorLeaf("", (), None, number)
-
-
-def _remedy(leaf: object) -> str:
-    if isinstance(leaf, type):
-        return "it is a class; put an instance, or its name as text, in its place"
-    if callable(getattr(leaf, "state_dict", None)):
-        return (
-            "put its state_dict() in its place (objects with state_dict and load_state_dict are "
-            "taken as they are in dicts, lists and tuples, not inside of other types)"
-        )
-    if dataclasses.is_dataclass(leaf) or isinstance(leaf, enum.Enum):
-        return f"call torchrelay.register({type(leaf).__name__}) on every rank"
-    return "see torchrelay.register()"
 
 
 def _value(leaf: object, add: Add) -> m.Leaf:
@@ -78,16 +60,30 @@ def _value(leaf: object, add: Add) -> m.Leaf:
         return m.ValueLeaf("dtype", str(leaf).removeprefix("torch."))
     if isinstance(leaf, torch.device):
         return m.ValueLeaf("device", str(leaf))
-    return m.ValueLeaf("plain", encode_value(leaf))
+    try:
+        value = encode_typed(leaf)
+    except PartError as fault:
+        raise UnsupportedLeafError(refusal(leaf, fault.part)) from None
+    except (ValueError, RecursionError) as fault:
+        raise UnsupportedLeafError(f"a {type(leaf).__name__} cannot travel: {fault}") from None
+    return m.ValueLeaf("object" if isinstance(value, Typed) else "plain", value)
 
 
 def _array(leaf: np.ndarray[Any, Any] | np.generic, add: Add) -> m.ArrayLeaf:
     if type(leaf) is not np.ndarray and not isinstance(leaf, np.generic):
-        raise TypeError(type(leaf).__name__)
+        raise UnsupportedLeafError(refusal(leaf))
     array = np.asarray(leaf)
     if isinstance(leaf, (np.str_, np.bytes_)) and array[()] != leaf:
-        raise TypeError(f"{type(leaf).__name__} with zeros at its end, which numpy drops,")
-    text = dtype_to_text(array.dtype)
+        raise UnsupportedLeafError(
+            f"a {type(leaf).__name__} with zeros at its end, which numpy drops, cannot travel: use "
+            "bytes or str"
+        )
+    try:
+        text = dtype_to_text(array.dtype)
+    except TypeError as fault:
+        raise UnsupportedLeafError(
+            f"an array of {fault} cannot travel: put numbers in it"
+        ) from None
     fortran = array.flags.f_contiguous and not array.flags.c_contiguous
     flat = np.ravel(array, order="F" if fortran else "C")
     with warnings.catch_warnings():
@@ -232,6 +228,8 @@ def check_buildable(leaf: m.Leaf) -> None:
     if isinstance(leaf, m.ValueLeaf):
         try:
             build(leaf, lambda part: torch.empty(0, device="cpu"), 0)
+        except MissingZoneError as fault:
+            raise UnsupportedLeafError(str(fault)) from None
         except (RuntimeError, ValueError) as fault:
             raise UnsupportedLeafError(f"no such {leaf.kind} here: {fault}") from None
     if isinstance(leaf, m.SubclassLeaf):
@@ -249,7 +247,7 @@ def build(leaf: m.Leaf, part: Part, rank: int) -> object:
     if isinstance(leaf, m.TensorLeaf):
         return part(leaf)
     if isinstance(leaf, m.ValueLeaf):
-        value = decode_value(leaf.value)
+        value = decode_typed(leaf.value)
         if leaf.kind == "dtype":
             return t.dtype_named(str(value))
         return torch.device(str(value)) if leaf.kind == "device" else value

@@ -4,11 +4,13 @@ that was registered under it in this process, or nothing.
 
 from __future__ import annotations
 
+import argparse
 import collections
 import dataclasses
 import enum
 import io
 import pathlib
+import types
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -98,6 +100,26 @@ def _buffer(values: dict[str, Any]) -> io.BytesIO:
     return buffer
 
 
+def _attributes(type_: type) -> Callable[[dict[str, Any]], object]:
+    """Makes an instance with these attributes, whatever their names: without calling it."""
+
+    def make(values: dict[str, Any]) -> object:
+        if type(values) is not dict or not all(type(name) is str for name in values):
+            raise ValueError(f"the attributes of a {type_.__name__} have names")
+        instance = type_()
+        vars(instance).update(values)
+        return instance
+
+    return make
+
+
+for _plain in (argparse.Namespace, types.SimpleNamespace):
+    register(
+        _plain,
+        name=f"{_plain.__module__}.{_plain.__name__}",
+        encode=lambda value: dict(vars(value)),
+        decode=_attributes(_plain),
+    )
 for _path in (type(pathlib.Path()), pathlib.PurePosixPath, pathlib.PureWindowsPath):
     _pure = _path.__name__.startswith("Pure")
     register(_path, name=f"pathlib.{_path.__name__ if _pure else 'Path'}", encode=str, decode=_path)

@@ -16,9 +16,9 @@ import numpy as np
 import torch
 from msgspec.structs import replace
 
-from torchrelay.errors import UnsupportedLeafError
+from torchrelay.errors import ManifestError, UnsupportedLeafError
 from torchrelay.record import manifest as m
-from torchrelay.record.keys import KeyLimits
+from torchrelay.record.keys import check_keys
 from torchrelay.record.values import Key, decode_key, encode_key
 from torchrelay.state.paths import Path, children_of, show, slots, subtree, text_of
 from torchrelay.state.registry import codec_named, codec_of
@@ -58,7 +58,6 @@ class _Walk:
         self.leaves: list[object] = []
         self._opened = opened
         self._known: dict[int, int] = {}  # by id of a tensor, its leaf
-        self._key_limits = KeyLimits()
         self._bulk: list[range] = []  # leaves that are not in `_known` yet
         # The fast ways below are for tensors that are not registered as anything else.
         kinds = (torch.Tensor, torch.nn.Parameter)
@@ -104,16 +103,17 @@ class _Walk:
             return tuple(mapping)
         try:
             keys = tuple([encode_key(k) for k in mapping])
+            check_keys(keys)
         except TypeError as fault:
             raise UnsupportedLeafError(
                 f"a dict key of type {fault}: keys are str, int, float, bool, None or tuples of "
                 "those",
                 path=show(path),
             ) from None
-        if (problem := self._key_limits.problem(keys)) is not None:
-            raise UnsupportedLeafError(
-                f"{problem}: use text as keys, or keep the numbers in a tensor", path=show(path)
-            )
+        except ValueError as fault:
+            raise UnsupportedLeafError(f"a dict key: {fault}", path=show(path)) from None
+        except ManifestError as fault:
+            raise UnsupportedLeafError(fault.message, path=show(path)) from None
         return keys
 
     def _inside(self, body: object, path: Path) -> m.Node:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from math import prod
 from typing import Any
 
@@ -10,7 +11,8 @@ from torchrelay.errors import ManifestError
 from torchrelay.record import manifest as m
 from torchrelay.record.checks.tree import TreeLimits, check_tree
 from torchrelay.record.dtypes import dtype_from_text, itemsize
-from torchrelay.record.values import decode_value
+from torchrelay.record.typed import MissingZoneError, decode_typed
+from torchrelay.record.values import Typed, decode_value
 
 MAX_NESTED = 16  # tensor subclasses in tensor subclasses
 SPARSE_PARTS = {"coo": 2, "csr": 3, "csc": 3, "bsr": 3, "bsc": 3}
@@ -54,7 +56,12 @@ def packed_bytes(dtype: str, shape: tuple[int, ...]) -> int:
 
 
 def _check_value(leaf: m.ValueLeaf) -> None:
-    if not isinstance(decode_value(leaf.value), str) and leaf.kind != "plain":
+    if leaf.kind == "object":
+        if not isinstance(leaf.value, Typed):
+            raise ManifestError("an object of no type")
+        with suppress(MissingZoneError):
+            decode_typed(leaf.value, zones=False)
+    elif not isinstance(decode_value(leaf.value), str) and leaf.kind != "plain":
         raise ManifestError(f"a {leaf.kind} is named by a string")
 
 

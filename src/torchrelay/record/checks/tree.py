@@ -11,7 +11,7 @@ import numpy as np
 
 from torchrelay.errors import ManifestError
 from torchrelay.record import manifest as m
-from torchrelay.record.keys import KeyLimits
+from torchrelay.record.keys import check_keys
 
 MAX_CLASSES = 512  # of namedtuples, which may have to be made
 MAX_FIELDS = 1 << 14  # of those classes together
@@ -23,7 +23,6 @@ class TreeLimits:
     """Limits on expensive items, for all trees of a record together."""
 
     def __init__(self, in_time: Callable[[], None] | None = None) -> None:
-        self._keys = KeyLimits()
         self._classes: set[tuple[str, ...]] = set()
         self._fields = 0
         self._in_time = in_time  # called now and then; raises when the caller's time is over
@@ -39,7 +38,7 @@ class TreeLimits:
                 raise ManifestError(f"a {node.kind} has no factory")
             if len(node.keys) != len(node.items):
                 raise ManifestError(f"{len(node.keys)} keys for {len(node.items)} items")
-            self._keys.check(node.keys)
+            check_keys(node.keys)
         elif isinstance(node, m.RecordNode):
             return (node.body,)
         elif isinstance(node, m.NamedTupleNode):

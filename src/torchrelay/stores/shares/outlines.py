@@ -170,7 +170,7 @@ def _difference(
         if not 0 <= index < len(base.rows):
             text = f"leaf {index} of {len(base.rows)} was sent"
             raise CheckpointError(text, rank=rank, phase="plan")
-        if leaf != base.rows[index]:
+        if _differ(leaf, base.rows[index]):
             own[index] = leaf
     numbers, images = base.numbers.copy(), {}
     kinds = {row.name: (row.dtype, row.shape) for row in one.tensors if row.name in renamed}
@@ -191,6 +191,11 @@ def _difference(
                 own.setdefault(index, leaf)
     leaves = [(index, _renumbered(own[index], numbers, rank)) for index in sorted(own)]
     return RankDifference(rank, tuple(leaves), tuple(sorted(images.items())))
+
+
+def _differ(leaf: Leaf, other: Leaf) -> bool:
+    """Whether two leaves are different values: to Python True and 1 are equal."""
+    return leaf != other or (not isinstance(leaf, TensorLeaf) and _encode(leaf) != _encode(other))
 
 
 def _renumbered(leaf: Leaf, numbers: Numbers, rank: int | None = None) -> Leaf:
