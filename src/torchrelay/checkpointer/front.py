@@ -92,7 +92,7 @@ class Checkpointer:
             fitting = keeper if keeper is not None and keeper._is_for(*ranks) else None
             writer = ShareWriter(self._store, memory_budget, stage_on, fitting)
             self._saver = Saver(self._ranks, self._catalog, writer, file_bytes)
-            self._preemption = Preemption(self._ranks, signals)
+            self._preemption = Preemption(self._ranks, signals, self._timeout)
             self._closed = False
             self._calls = threading.RLock()
             self._read_only = read_only
@@ -199,7 +199,10 @@ class Checkpointer:
         All ranks call it once for each step, with the same steps. A signal (`signals=`, SIGTERM by
         default) to any rank makes it return True on all ranks from the same step on, a step or two
         after they have learned of it, which takes a second at most. It waits for no other rank,
-        and uses the group's store at most once a second until then.
+        and uses the group's store at most once a second until then. Once a rank was asked to stop
+        it waits for the store: `StorageTimeoutError` if that does not answer within `timeout`, or
+        `CheckpointError` if it is lost. The other ranks may stop at that step, so do not go on to
+        another: call it again for the same step, or end the job.
 
         From its first call on, the signal does nothing else. `close` restores its former effect.
         """

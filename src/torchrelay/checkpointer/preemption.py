@@ -1,111 +1,215 @@
 """`reached_preemption`: the step at which all ranks stop after a signal to any of them.
 
-Ranks call it for the same steps, but not at the same time: one may be iterations ahead of another.
-So no rank may stop at a step that another has passed, or needs it to pass.
-
-    asked     a rank that got a signal says so in the group's store
-    joined    each rank looks for that at most once a second. From then on it passes a step only
-              after `passed`, the highest step that any rank may have passed, has at least that one
-    closed    when all ranks have joined, the last of them closes `passed`: it grows no more
-
-The first step above it is where all ranks stop. No rank has passed it, and each gets there without
-waiting for another.
+`stop_rule` decides what a rank does. Here are the signals of this process, and the group's store,
+which a rank asks on a thread: at most one request at a time. A request whose answer does not come
+in time stays the one in progress, and a later call goes on from there.
 """
 
 from __future__ import annotations
 
+import math
 import signal
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from types import FrameType
 from typing import Any
 
-from torchrelay.coordination.coordinator import Coordinator
+from torchrelay.checkpointer.stop_rule import (
+    Known,
+    Passed,
+    Request,
+    State,
+    Verb,
+    Verdict,
+    come_to,
+    decide,
+    learn,
+    may_pass,
+)
+from torchrelay.coordination.coordinator import COORDINATOR, Coordinator
 from torchrelay.coordination.group_store import GroupStore
-from torchrelay.errors import CheckpointError, UsageError
-from torchrelay.memory.bounded import bounded
+from torchrelay.errors import CheckpointError, StorageTimeoutError, UsageError
+from torchrelay.memory import threads
 from torchrelay.owner import Owner
 from torchrelay.pending import logger
 
 LOOK_SECONDS = 1.0  # between two looks at the store
-STORE_SECONDS = 10.0  # that the store may take
-WARN_SECONDS = 10.0  # after a signal, if some ranks have not asked
-_CLOSED = b" closed"
+STORE_SECONDS = 10.0  # that a request may delay a rank which can go on without its answer
+WARN_SECONDS = 10.0  # after a signal, if some ranks have not joined
+BLOCK = 64  # ranks that are looked for in one access to the store
+
+Answer = bool | Passed | None
 
 
 class StopAgreement:
-    """One rank's part in the choice of the step; `world` ranks share a store."""
+    """One rank's part in the choice of the step; `world` ranks share a store. `timeout`: seconds
+    that it may take to answer a rank which cannot go on without it."""
 
-    def __init__(self, store: GroupStore, rank: int, world: int) -> None:
-        self._store, self._rank, self._world = store, rank, world
+    def __init__(self, store: GroupStore, rank: int, world: int, timeout: float = 1800.0) -> None:
+        self._store, self._rank, self._world, self._timeout = store, rank, world, timeout
+        self._known = Known(closes=rank == COORDINATOR)
+        self._absent = list(range(world))  # ranks that are not known to have joined
+        self._sent: _Sent | None = None
         self._next_look = 0.0
-        self._asked_at: float | None = None
-        self._joined = False
-        self._passed = b""  # the value in the store when this rank last saw it
+        self._warn_at: float | None = None
 
     def is_due(self, asks: bool) -> bool:
         """Whether this rank has to use the store now."""
-        return self._joined or asks or time.monotonic() >= self._next_look
+        free = self._known.state is State.FREE
+        return not free or asks or time.monotonic() >= self._next_look
 
     def stops_at(self, step: int, asks: bool) -> bool:
-        """Whether all ranks stop at this step. `asks`: this rank got a signal."""
+        """Whether all ranks stop at this step. `asks`: this rank got a signal.
+
+        `StorageTimeoutError`, or `CheckpointError` if the store is lost: other ranks may stop here,
+        so the caller must not go on to another step. It may ask again for this one.
+        """
         now = time.monotonic()
-        if self._joined:
-            self._warn(now)
-            return not self._may_pass(step)
         self._next_look = now + LOOK_SECONDS
-        if asks:
-            self._asked_at = now
-            self._store.put("asked", b"")
-        elif not self._store.has("asked"):
+        if asks and self._warn_at is None:
+            self._warn_at = now + WARN_SECONDS
+        self._known = come_to(self._known, step)
+        try:
+            return self._verdict(asks, now + self._timeout) is Verdict.STOP
+        except CheckpointError as fault:
+            if not may_pass(self._known):
+                raise
+            if asks:
+                logger.warning("a signal asks this job to stop: %s", fault)
             return False
-        self._may_pass(step)
-        self._joined = True
-        self._store.put(f"rank/{self._rank}", b"")
-        if self._store.add("joined", 1) == self._world:
-            self._close()
-        return False
 
-    def _may_pass(self, step: int) -> bool:
-        """Raise `passed` to this step, unless it is closed below."""
+    def _verdict(self, asks: bool, end: float) -> Verdict:
+        look = True
         while True:
-            passed, closed = _parsed(self._passed)
-            if step <= passed or closed:
-                return step <= passed
-            self._passed = self._swap(str(step).encode())
+            if self._sent is None:
+                self._known, todo = decide(self._known, signal=asks, look=look)
+                if isinstance(todo, Verdict):
+                    self._look_for_absent()
+                    return todo
+                self._sent = _Sent(todo, self._carry_out)
+            sent = self._sent
+            if not sent.wait(sent.begun + STORE_SECONDS if may_pass(self._known) else end):
+                raise self._unanswered()
+            self._sent = None
+            answer = sent.answer()
+            if sent.request is None:
+                self._warn()
+                continue
+            self._known = learn(self._known, sent.request, answer)
+            look = look and sent.request.verb not in (Verb.LOOK, Verb.COUNT)
 
-    def _close(self) -> None:
-        while not _parsed(self._passed)[1]:
-            self._passed = self._swap(self._passed + _CLOSED)
+    def _carry_out(self, request: Request | None) -> Answer:
+        """On a thread, which the caller may leave behind; no other one uses the store."""
+        store, verb = self._store, None if request is None else request.verb
+        if request is None or verb is Verb.COUNT:
+            self._absent = self._still_absent()
+            return not self._absent
+        if verb is Verb.LOOK:
+            return store.has("asked")
+        if verb is Verb.ASK:
+            store.put("asked", b"")
+        elif verb is Verb.JOIN:
+            store.put(_key(self._rank), b"")
+        else:
+            found = store.compare_set("passed", str(request.expected), str(request.desired))
+            return Passed.parse(found.decode())
+        return None
 
-    def _swap(self, new: bytes) -> bytes:
-        """Replace the value that was seen last; returns the one that is there then."""
-        return self._store.compare_set("passed", self._passed.decode(), new.decode())
+    def _still_absent(self) -> list[int]:
+        left: list[int] = []
+        for start in range(0, len(self._absent), BLOCK):
+            block = self._absent[start : start + BLOCK]
+            if not self._store.has(*map(_key, block)):
+                left += [rank for rank in block if not self._store.has(_key(rank))]
+        return left
 
-    def _warn(self, now: float) -> None:
-        if self._asked_at is not None and now > self._asked_at + WARN_SECONDS:
-            self._asked_at = None
-            ranks = [rank for rank in range(self._world) if not self._store.has(f"rank/{rank}")]
-            if ranks:
-                logger.warning(
-                    "a signal asks this job to stop, and ranks %s do not call reached_preemption: "
-                    "every rank calls it at every step",
-                    ", ".join(map(str, ranks[:8])),
-                )
+    def _look_for_absent(self) -> None:
+        """Once, a while after a signal to this rank; the next call logs the answer."""
+        if self._warn_at is None or time.monotonic() < self._warn_at:
+            return
+        self._warn_at = math.inf
+        if self._known.state is not State.CLOSED:
+            self._sent = _Sent(None, self._carry_out)
+            self._sent.wait(self._sent.begun)
+
+    def _warn(self) -> None:
+        if self._absent:
+            logger.warning(
+                "a signal asks this job to stop, and ranks %s do not call reached_preemption: "
+                "every rank calls it at every step",
+                ", ".join(map(str, self._absent[:8])),
+            )
+
+    def _unanswered(self) -> StorageTimeoutError:
+        step = self._known.at
+        why = (
+            "goes on without it"
+            if may_pass(self._known)
+            else (
+                "may not pass it alone, for the others may stop there. Call again for this step, or "
+                "end the job and load the last one"
+            )
+        )
+        return StorageTimeoutError(
+            f"the store of the process group does not answer rank {self._rank} at step {step}, "
+            f"which {why}",
+            rank=self._rank,
+            step=step,
+            phase="preemption",
+        )
 
 
-def _parsed(passed: bytes) -> tuple[int, bool]:
-    number = passed.removesuffix(_CLOSED)
-    return int(number or b"-1"), number != passed
+class _Sent:
+    """A request to the store, carried out on a thread."""
+
+    def __init__(
+        self, request: Request | None, carry_out: Callable[[Request | None], Answer]
+    ) -> None:
+        self.request, self._carry_out = request, carry_out
+        self.begun = time.monotonic()
+        self._running: threads.Running | None = None
+        self._over = False
+        self._answer: Answer = None
+        self._fault: BaseException | None = None
+
+    def wait(self, until: float) -> bool:
+        """Whether it is over by then."""
+        if self._running is None and not self._over:
+            try:
+                self._running = threads.run(self._work, "preemption")
+            except RuntimeError:  # no thread can be started while the interpreter ends
+                self._work()
+        return self._over or (
+            self._running is not None and self._running.wait(max(0.0, until - time.monotonic()))
+        )
+
+    def _work(self) -> None:
+        try:
+            self._answer = self._carry_out(self.request)
+        except BaseException as fault:
+            self._fault = fault
+        self._over = True
+
+    def answer(self) -> Answer:
+        """Its answer; raises the failure that it ended with."""
+        if self._fault is not None:
+            raise self._fault
+        return self._answer
+
+
+def _key(rank: int) -> str:
+    return f"rank/{rank}"
 
 
 class Preemption:
     """The signals of this process, from the first `reached` on, and the answer of all ranks."""
 
-    def __init__(self, ranks: Coordinator, signals: Sequence[signal.Signals]) -> None:
-        self._ranks, self._signals = ranks, tuple(signals)
+    def __init__(
+        self, ranks: Coordinator, signals: Sequence[signal.Signals], timeout: float
+    ) -> None:
+        self._ranks, self._signals, self._timeout = ranks, tuple(signals), timeout
         self._owner = Owner("Checkpointer")
         self._before: dict[int, Any] | None = None
         self._came: int | None = None
@@ -125,19 +229,11 @@ class Preemption:
         if self._ranks.channel is None:
             return asks
         if self._agreement is None:
-            store = self._ranks.channel.store.below(f"{self._ranks.channel.key}/preemption")
-            self._agreement = StopAgreement(store, self._ranks.rank, self._ranks.world)
-        agreement = self._agreement
-        if not agreement.is_due(asks):
-            return False
-        try:
-            return bounded(
-                lambda: agreement.stops_at(step, asks), STORE_SECONDS, "ask the other ranks to stop"
-            )
-        except CheckpointError as fault:
-            if asks:
-                logger.warning("a signal asks this job to stop: %s", fault)
-            return False
+            channel, ranks = self._ranks.channel, self._ranks
+            number = next(channel.agreements)
+            store = channel.store.below(f"{channel.key}/preemption/{number}")
+            self._agreement = StopAgreement(store, ranks.rank, ranks.world, self._timeout)
+        return self._agreement.is_due(asks) and self._agreement.stops_at(step, asks)
 
     def _watch_signals(self) -> None:
         if threading.current_thread() is not threading.main_thread():

@@ -46,6 +46,7 @@ class CallChannel:
         self.store, self.key, self.subject = store, key, subject
         self.known = known  # the channels of this process, by key
         self.numbers = count(1)
+        self.agreements = count(1)  # of this process: one never begins with the keys of another
         self.beginning = threading.Lock()
         self.stale: list[str] = []  # keys that may still come, or that no one needs any more
         self.behind: dict[int, int] = {}  # the coordinator's: steps at which calls of ranks failed
