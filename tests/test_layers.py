@@ -74,7 +74,9 @@ MAY_IMPORT_FRONT_DOOR = LAYERS[-1]
 # Parts and single modules that know of no process, socket, file or thread. A module that is listed
 # here imports what is pure itself: nothing above the pure parts but other modules of this list.
 PURE = {"geometry", "record", "state", "plan", "landing"}
-PURE_MODULES = {f"resharding/{name}.py" for name in ("plan", "reads", "union")}
+PURE_MODULES = {f"resharding/{name}.py" for name in ("plan", "reads", "union")} | {
+    "checkpointer/stop_rule.py"
+}
 IMPURE = {
     "asyncio",
     "mmap",

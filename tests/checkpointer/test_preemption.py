@@ -8,6 +8,7 @@ import random
 import signal
 import threading
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from tests.support.ranks import RankPool
 from tests.support.saved import equal
 from torchrelay.checkpointer import preemption
 from torchrelay.checkpointer.preemption import StopAgreement
-from torchrelay.coordination.group_store import GroupStore
+from torchrelay.coordination.group_store import GroupStore, StoreLost
 
 SEED = 9
 
@@ -289,3 +290,149 @@ def test_a_signal_to_the_writer_process_does_not_end_it(tmp_path: Path) -> None:
         checkpointer.save_async(2, mine(0, 2)).result(20)
         assert checkpointer._saver.writer.process.pid == writer
         assert equal(checkpointer.load(step=2).state, mine(0, 2))
+
+
+# A store that does not answer --------------------------------------------------------------------
+
+
+class _HeldStore(GroupStore):
+    """Requests of one kind wait here, on their threads, until the store may have them."""
+
+    def __init__(self, store: Any, method: str, key: str) -> None:
+        super().__init__(store)
+        self._method, self._key = method, key
+        self.go, self.came = threading.Event(), threading.Event()
+
+    def _ask(self, method: str, key: Any, *values: Any, whole: bool = False) -> Any:
+        if method == self._method and (key == self._key or key == [self._key]):
+            self.came.set()
+            assert self.go.wait(60)
+        return super()._ask(method, key, *values, whole=whole)
+
+
+def test_a_look_without_an_answer_commits_its_rank_to_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def waits(seconds: float) -> None:
+        monkeypatch.setattr(preemption, "STORE_SECONDS", seconds)
+
+    monkeypatch.setattr(preemption, "LOOK_SECONDS", 0.0)
+    waits(0)
+    base = dist.HashStore()
+    held = _HeldStore(base, "check", "asked")
+    late, other = StopAgreement(held, 1, 2), StopAgreement(GroupStore(base), 0, 2)
+    assert not late.stops_at(0, False)
+    assert held.came.wait(20)
+    waits(60)
+    assert not other.stops_at(0, True)
+    waits(0)
+    assert not any(late.stops_at(step, False) for step in range(1, 5))  # it trains on
+    held.go.set()
+    waits(60)
+    assert not late.stops_at(5, False)  # now it knows, and says that it passes step 5
+    assert base.check(["rank/1"])
+    assert [other.stops_at(step, False) for step in range(1, 7)] == [False] * 5 + [True]
+    assert late.stops_at(6, False)
+
+
+@pytest.mark.parametrize("ends", ["late", "lost"])
+def test_a_rank_that_others_count_on_passes_no_step_without_an_answer(
+    monkeypatch: pytest.MonkeyPatch, ends: str
+) -> None:
+    base = dist.HashStore()
+    held = _HeldStore(base, "compare_set", "passed")
+    held.go.set()
+    rank, other = StopAgreement(held, 1, 2, 0.3), StopAgreement(GroupStore(base), 0, 2)
+    assert not rank.stops_at(0, True)
+    held.go.clear()
+    for _ in range(2):
+        with pytest.raises(tr.errors.StorageTimeoutError, match="at step 1, which may not pass it"):
+            rank.stops_at(1, True)
+    assert not other.stops_at(0, False)  # closes
+    assert other.stops_at(1, False)
+    if ends == "late":
+        held.go.set()
+        rank._timeout = 60
+        assert rank.stops_at(1, True)
+    else:
+        held.go.set()
+        rank._timeout = 60
+        with pytest.raises(tr.errors.CheckpointError, match="has passed step 1, after an error"):
+            rank.stops_at(2, True)
+
+
+def test_a_rank_that_the_others_do_not_count_on_passes_without_a_store(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Lost(GroupStore):
+        def _ask(self, method: str, key: Any, *values: Any, whole: bool = False) -> Any:
+            raise StoreLost("the store is gone")
+
+    rank = StopAgreement(Lost(dist.HashStore()), 0, 2)
+    assert not rank.stops_at(0, False) and not caplog.text
+    assert not rank.stops_at(1, True) and "the store is gone" in caplog.text
+
+
+class _FaultyStore(GroupStore):
+    """Requests fail before or after they are carried out."""
+
+    def __init__(self, store: Any, rng: random.Random) -> None:
+        super().__init__(store)
+        self._rng, self.sound = rng, False
+
+    def _ask(self, method: str, key: Any, *values: Any, whole: bool = False) -> Any:
+        fate = 1.0 if self.sound else self._rng.random()
+        if fate < 0.2:
+            raise StoreLost("the request was lost")
+        found = super()._ask(method, key, *values, whole=whole)
+        if fate < 0.4:
+            raise StoreLost("the answer was lost")
+        return found
+
+
+@pytest.mark.parametrize("world", [2, 5])
+def test_ranks_stop_at_the_same_step_whatever_requests_fail(
+    world: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(preemption, "LOOK_SECONDS", 0.0)
+    for seed in range(60):
+        rng = random.Random(seed)
+        base = dist.HashStore()
+        ranks = [StopAgreement(_FaultyStore(base, rng), rank, world) for rank in range(world)]
+        asked, steps = {rng.randrange(world): rng.randrange(6)}, [0] * world
+        stopped: dict[int, int] = {}
+        for _ in range(20_000):
+            free = [r for r in range(world) if r not in stopped and steps[r] <= min(steps) + 2]
+            if not free:
+                break
+            rank = rng.choice(free)
+            with suppress(StoreLost):  # it asks again for the same step
+                if ranks[rank].stops_at(steps[rank], steps[rank] >= asked.get(rank, 1 << 30)):
+                    stopped[rank] = steps[rank]
+                else:
+                    steps[rank] += 1
+        assert len(stopped) == world and len(set(stopped.values())) == 1, f"seed {seed}: {stopped}"
+
+
+def two_after_each_other(rank: int, group: Any, root: str) -> list[Any]:
+    """The end of one checkpointer's job, where only rank 0 learned of a signal, and another one."""
+    preemption.LOOK_SECONDS = 0.0
+    with tr.Checkpointer(root, group=group, timeout=20) as first:
+        assert not first.reached_preemption(0)
+        if rank == 0:
+            os.kill(os.getpid(), signal.SIGTERM)
+            assert not first.reached_preemption(1)
+            first._preemption._stopped = True  # or the signal would end this process
+    dist.barrier(group)
+    with tr.Checkpointer(root, group=group, timeout=20) as second:
+        found = [second.reached_preemption(step) for step in range(3)]
+        dist.barrier(group)
+        found += [second.reached_preemption(step) for step in range(3, 6)]
+        dist.barrier(group)
+    return found
+
+
+def test_a_checkpointer_does_not_take_up_the_agreement_of_an_earlier_one(
+    pool2: RankPool, tmp_path: Path
+) -> None:
+    assert pool2.run(two_after_each_other, str(tmp_path), timeout=60) == [[False] * 6] * 2

@@ -62,8 +62,8 @@ Move = tuple[Rank, Store]
 
 @dataclass(frozen=True)
 class Job:
-    """Three ranks, and what may happen to them. The acts of a rank between two accesses to the store
-    concern no other, so they are one move, with every choice that the rank or its caller has."""
+    """Three ranks, and what may happen to them. The acts of a rank between two accesses to the
+    store concern no other: they are one move, with every choice of the rank and of its caller."""
 
     last: int  # the last step
     faults: bool = True

@@ -201,8 +201,8 @@ class Checkpointer:
         after they have learned of it, which takes a second at most. It waits for no other rank,
         and uses the group's store at most once a second until then. Once a rank was asked to stop
         it waits for the store: `StorageTimeoutError` if that does not answer within `timeout`, or
-        `CheckpointError` if it is lost. The other ranks may stop at that step, so do not go on to
-        another: call it again for the same step, or end the job.
+        `CheckpointError` if it is lost. The other ranks may stop at that step, so do not train
+        another one: call it again for the same step, or end the job.
 
         From its first call on, the signal does nothing else. `close` restores its former effect.
         """

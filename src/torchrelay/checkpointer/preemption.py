@@ -2,7 +2,7 @@
 
 `stop_rule` decides what a rank does. Here are the signals of this process, and the group's store,
 which a rank asks on a thread: at most one request at a time. A request whose answer does not come
-in time stays the one in progress, and a later call goes on from there.
+in time stays the one in progress, and a later call continues with it.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from torchrelay.owner import Owner
 from torchrelay.pending import logger
 
 LOOK_SECONDS = 1.0  # between two looks at the store
-STORE_SECONDS = 10.0  # that a request may delay a rank which can go on without its answer
+STORE_SECONDS = 10.0  # that a request may delay a rank which needs no answer yet
 WARN_SECONDS = 10.0  # after a signal, if some ranks have not joined
 BLOCK = 64  # ranks that are looked for in one access to the store
 
@@ -45,7 +45,7 @@ Answer = bool | Passed | None
 
 class StopAgreement:
     """One rank's part in the choice of the step; `world` ranks share a store. `timeout`: seconds
-    that it may take to answer a rank which cannot go on without it."""
+    that it may take to answer a rank which needs the answer."""
 
     def __init__(self, store: GroupStore, rank: int, world: int, timeout: float = 1800.0) -> None:
         self._store, self._rank, self._world, self._timeout = store, rank, world, timeout
@@ -64,7 +64,7 @@ class StopAgreement:
         """Whether all ranks stop at this step. `asks`: this rank got a signal.
 
         `StorageTimeoutError`, or `CheckpointError` if the store is lost: other ranks may stop here,
-        so the caller must not go on to another step. It may ask again for this one.
+        so the caller must not train another step. It may ask again for this one.
         """
         now = time.monotonic()
         self._next_look = now + LOOK_SECONDS
@@ -145,11 +145,11 @@ class StopAgreement:
     def _unanswered(self) -> StorageTimeoutError:
         step = self._known.at
         why = (
-            "goes on without it"
+            "continues without it"
             if may_pass(self._known)
             else (
-                "may not pass it alone, for the others may stop there. Call again for this step, or "
-                "end the job and load the last one"
+                "may not pass it alone, for the others may stop there: call again for this step, "
+                "or end the job"
             )
         )
         return StorageTimeoutError(
