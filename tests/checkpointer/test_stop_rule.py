@@ -17,8 +17,8 @@ import pytest
 from torchrelay.checkpointer.stop_rule import (
     Known,
     Passed,
-    Request,
-    State,
+    StopRequest,
+    StopState,
     Verb,
     Verdict,
     come_to,
@@ -41,7 +41,7 @@ class Store(NamedTuple):
 class Sent(NamedTuple):
     """A request that its rank has no answer to."""
 
-    request: Request
+    request: StopRequest
     done: bool = False  # it was carried out, and `answer` is on its way
     answer: Answer = None
 
@@ -79,7 +79,7 @@ class Job:
             yield rank._replace(over="done")
             return
         rank = rank._replace(known=come_to(rank.known, step), step=step)
-        free = rank.known.state is State.FREE
+        free = rank.known.state is StopState.FREE
         for signal in {rank.signal, True} if self.faults else {rank.signal}:
             for look in (True, False) if free and self.faults else (True,):
                 yield from self._at(rank._replace(signal=signal, look=look))
@@ -89,15 +89,15 @@ class Job:
             yield rank
             return
         known = rank.known
-        if self.early and known.state is State.ASKED:
-            known = known._replace(state=State.BOUND)
+        if self.early and known.state is StopState.ASKED:
+            known = known._replace(state=StopState.BOUND)
         try:
             known, todo = decide(known, signal=rank.signal, look=rank.look)
         except CheckpointError:
             yield rank._replace(over="raised")
             return
         rank = rank._replace(known=known)
-        if isinstance(todo, Request):
+        if isinstance(todo, StopRequest):
             yield rank._replace(sent=Sent(todo))
         elif todo is Verdict.STOP:
             yield rank._replace(over="stopped")
@@ -121,7 +121,7 @@ class Job:
         if self.heedless:
             yield from self.begun(rank, rank.step + 1)
 
-    def _carried_out(self, store: Store, number: int, request: Request) -> tuple[Store, Answer]:
+    def _carried_out(self, store: Store, number: int, request: StopRequest) -> tuple[Store, Answer]:
         verb = request.verb
         if verb is Verb.LOOK:
             return store, store.asked
@@ -160,8 +160,8 @@ def plain(rank: Rank) -> Rank:
     known = rank.known
     if rank.over:
         return Rank(Known(False), rank.step, sent=rank.sent, over=rank.over)
-    free = known.state is State.FREE
-    look = rank.look and (free or (known.closes and known.state is State.BOUND))
+    free = known.state is StopState.FREE
+    look = rank.look and (free or (known.closes and known.state is StopState.BOUND))
     return rank._replace(look=look, signal=rank.signal and free)
 
 
@@ -284,7 +284,7 @@ def test_wherever_faults_end_all_ranks_stop_soon(last: int) -> None:
     ends: set[Point] = set()
     for point in search.points():
         ranks, store = [search.ranks[one] for one in point[:3]], search.stores[point[3]]
-        asked = store.asked or any(rank.known.state is State.ASKING for rank in ranks)
+        asked = store.asked or any(rank.known.state is StopState.ASKING for rank in ranks)
         if not asked or any(rank.over for rank in ranks):
             continue
         path: list[Point] = []

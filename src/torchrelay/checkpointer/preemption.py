@@ -19,8 +19,8 @@ from typing import Any
 from torchrelay.checkpointer.stop_rule import (
     Known,
     Passed,
-    Request,
-    State,
+    StopRequest,
+    StopState,
     Verb,
     Verdict,
     come_to,
@@ -57,7 +57,7 @@ class StopAgreement:
 
     def is_due(self, asks: bool) -> bool:
         """Whether this rank has to use the store now."""
-        free = self._known.state is State.FREE
+        free = self._known.state is StopState.FREE
         return not free or asks or time.monotonic() >= self._next_look
 
     def stops_at(self, step: int, asks: bool) -> bool:
@@ -100,7 +100,7 @@ class StopAgreement:
             self._known = learn(self._known, sent.request, answer)
             look = look and sent.request.verb not in (Verb.LOOK, Verb.COUNT)
 
-    def _carry_out(self, request: Request | None) -> Answer:
+    def _carry_out(self, request: StopRequest | None) -> Answer:
         """On a thread, which the caller may leave behind; no other one uses the store."""
         store, verb = self._store, None if request is None else request.verb
         if request is None or verb is Verb.COUNT:
@@ -130,7 +130,7 @@ class StopAgreement:
         if self._warn_at is None or time.monotonic() < self._warn_at:
             return
         self._warn_at = math.inf
-        if self._known.state is not State.CLOSED:
+        if self._known.state is not StopState.CLOSED:
             self._sent = _Sent(None, self._carry_out)
             self._sent.wait(self._sent.begun)
 
@@ -165,7 +165,7 @@ class _Sent:
     """A request to the store, carried out on a thread."""
 
     def __init__(
-        self, request: Request | None, carry_out: Callable[[Request | None], Answer]
+        self, request: StopRequest | None, carry_out: Callable[[StopRequest | None], Answer]
     ) -> None:
         self.request, self._carry_out = request, carry_out
         self.begun = time.monotonic()

@@ -62,7 +62,7 @@ class Verb(Enum):
     CLOSE = "to close `passed`, if it still is as expected"  # a `Passed`: its value now
 
 
-class Request(NamedTuple):
+class StopRequest(NamedTuple):
     verb: Verb
     expected: Passed = Passed()
     desired: Passed = Passed()
@@ -73,7 +73,7 @@ class Verdict(Enum):
     STOP = "save, and end the loop"
 
 
-class State(Enum):
+class StopState(Enum):
     FREE = 0
     ASKING = 1
     ASKED = 2
@@ -85,7 +85,7 @@ class Known(NamedTuple):
     """The knowledge of one rank. The functions below return it with what they add to it."""
 
     closes: bool  # it is rank 0
-    state: State = State.FREE
+    state: StopState = StopState.FREE
     passed: Passed = Passed()  # as the store had it when this rank last saw it
     joined: bool = False  # whether JOIN was answered
     counted: bool = False  # whether all ranks have joined
@@ -100,49 +100,49 @@ def come_to(known: Known, step: int) -> Known:
     return known._replace(at=step, last=max(known.last, known.at))
 
 
-def decide(known: Known, *, signal: bool, look: bool) -> tuple[Known, Request | Verdict]:
+def decide(known: Known, *, signal: bool, look: bool) -> tuple[Known, StopRequest | Verdict]:
     """The next act of a rank at its step: a request, after which it decides again, or a verdict.
 
     `signal`: one came to this rank. `look`: LOOK and COUNT are due; they were not yet made in this
     call. `CheckpointError` if the caller ignored an error, and has passed the step where all stop.
     """
-    if known.state is State.FREE and signal:
-        known = known._replace(state=State.ASKING)
+    if known.state is StopState.FREE and signal:
+        known = known._replace(state=StopState.ASKING)
     passed, need = known.passed, max(known.at, known.last)
-    if known.state is State.FREE and look:
-        return known, Request(Verb.LOOK)
-    if known.state is State.ASKING:
-        return known, Request(Verb.ASK)
-    if known.state is State.ASKED:
+    if known.state is StopState.FREE and look:
+        return known, StopRequest(Verb.LOOK)
+    if known.state is StopState.ASKING:
+        return known, StopRequest(Verb.ASK)
+    if known.state is StopState.ASKED:
         if passed.step < need:
-            return known, Request(Verb.RAISE, passed, Passed(need))
-        known = known._replace(state=State.BOUND)
-    if known.state is State.BOUND:
+            return known, StopRequest(Verb.RAISE, passed, Passed(need))
+        known = known._replace(state=StopState.BOUND)
+    if known.state is StopState.BOUND:
         if not known.joined:
-            return known, Request(Verb.JOIN)
+            return known, StopRequest(Verb.JOIN)
         if known.counted:
-            return known, Request(Verb.CLOSE, passed, passed._replace(closed=True))
+            return known, StopRequest(Verb.CLOSE, passed, passed._replace(closed=True))
         if known.closes and look:
-            return known, Request(Verb.COUNT)
+            return known, StopRequest(Verb.COUNT)
     if may_pass(known):
         return known, Verdict.PASS
-    if known.state is State.CLOSED:
+    if known.state is StopState.CLOSED:
         _check_followed(known)
         return known, Verdict.STOP
-    return known, Request(Verb.RAISE, passed, Passed(need))
+    return known, StopRequest(Verb.RAISE, passed, Passed(need))
 
 
-def learn(known: Known, request: Request, answer: bool | Passed | None) -> Known:
+def learn(known: Known, request: StopRequest, answer: bool | Passed | None) -> Known:
     """The answer to a request came, now or at a later step."""
     verb, state = request.verb, known.state
     if verb is Verb.ASK or (verb is Verb.LOOK and answer):
-        return known._replace(state=State.ASKED) if state in _UNASKED else known
+        return known._replace(state=StopState.ASKED) if state in _UNASKED else known
     if verb is Verb.JOIN:
         return known._replace(joined=True)
     if verb is Verb.COUNT:
         return known._replace(counted=bool(answer))
     if isinstance(answer, Passed):
-        return known._replace(passed=answer, state=State.CLOSED if answer.closed else state)
+        return known._replace(passed=answer, state=StopState.CLOSED if answer.closed else state)
     return known
 
 
@@ -161,5 +161,5 @@ def _check_followed(known: Known) -> None:
         )
 
 
-_UNASKED = (State.FREE, State.ASKING)
-_UNBOUND = (State.FREE, State.ASKING, State.ASKED)
+_UNASKED = (StopState.FREE, StopState.ASKING)
+_UNBOUND = (StopState.FREE, StopState.ASKING, StopState.ASKED)
