@@ -19,11 +19,11 @@ from tests.support.records import rank_record
 from tests.support.rounds import rounds
 from torchrelay.errors import ManifestError, MismatchError, RelayError
 from torchrelay.geometry.boxes import Box, run_of
+from torchrelay.geometry.shards import MeshCut, pieces_on_mesh
 from torchrelay.landing.options import LandingOptions
 from torchrelay.landing.pairing import PreparedDestination
 from torchrelay.landing.seam import land
 from torchrelay.plan.asked import MAX_CHUNKS, Reads, decode_reads, encode_reads
-from torchrelay.plan.sharded import local_box
 from torchrelay.plan.snapshot import Snapshot, SnapshotPart, capture
 from torchrelay.record import manifest as m
 from torchrelay.record.encoding import decode
@@ -43,9 +43,13 @@ def dtensor(
     """What a rank of a mesh has of a tensor."""
     mesh = mesh_of("cpu", shape, tuple(range(prod(shape))), None)
     coordinate = tuple(np.argwhere(np.arange(prod(shape)).reshape(shape) == rank)[0].tolist())
-    box = local_box(tuple(whole.shape), shape, coordinate, placements)
-    assert box is not None
-    local = cut(whole, *box).clone()
+    cuts = [
+        MeshCut(one.dim, size, at, max(one.split, 1))
+        for one, size, at in zip(placements, shape, coordinate, strict=True)
+        if one.kind in ("shard", "strided")
+    ]
+    (piece,) = pieces_on_mesh(tuple(whole.shape), cuts)
+    local = cut(whole, *piece.box).clone()
     part = m.TensorLeaf(t.NAMES[whole.dtype], tuple(local.shape), None, 0)
     leaf = m.DTensorLeaf(
         part, mesh, placements, tuple(whole.shape), tuple(whole.stride()), coordinate
@@ -586,20 +590,6 @@ def test_runs_of_boxes() -> None:
         places = np.arange(prod(shape)).reshape(shape)[index].reshape(-1)
         together = bool((np.diff(places) == 1).all())
         assert run_of((offsets, sizes), shape) == (int(places[0]) if together else None)
-
-
-def test_local_boxes_are_those_of_torch() -> None:
-    """Also where torch cuts rows that others have cut, evenly or not."""
-    assert local_box((8,), (2, 2), (0, 1), (m.Placement("strided", 0, 2), shard(0))) == ((4,), (2,))
-    assert local_box((8,), (2,), (0,), (m.Placement("strided", 0, 2),)) is None
-    for rows in range(1, 12):
-        for ranks in range(1, 5):
-            chunks = torch.arange(rows).chunk(ranks)
-            for rank in range(ranks):
-                box = local_box((rows,), (ranks,), (rank,), (shard(0),))
-                assert box is not None
-                wanted = chunks[rank].tolist() if rank < len(chunks) else []
-                assert list(range(box[0][0], box[0][0] + box[1][0])) == wanted
 
 
 # Cost

@@ -23,6 +23,7 @@ from torch.distributed.checkpoint.storage import StorageReader, StorageWriter
 from torch.distributed.checkpoint.utils import _DistWrapper
 
 from torchrelay.errors import CheckpointError, RelayError
+from torchrelay.stores.torch_plans.chunks import check_chunks
 
 logger = logging.getLogger(__name__)
 Meeting = _DistWrapper
@@ -46,6 +47,7 @@ def save(
             )
         else:  # a planner of the user's, from before torch 2.3
             planner.set_up_planner(here, leads)  # type: ignore[arg-type]
+        check_chunks(planner)
         if _takes(writer.set_up_storage_writer, "kwargs"):
             writer.set_up_storage_writer(leads, rank=meeting.rank, use_collectives=True)
         else:
@@ -85,6 +87,7 @@ def load(
         here, leads = state(), meeting.is_coordinator
         metadata, common = _metadata(reader, meeting.rank)
         planner.set_up_planner(here, metadata, leads)
+        check_chunks(planner)
         if _takes(reader.set_up_storage_reader, "kwargs"):
             reader.set_up_storage_reader(metadata, leads, rank=meeting.rank, use_collectives=common)
         else:

@@ -221,6 +221,8 @@ def _other_placement(sent: _DTensorMeta, into: DTensor) -> str | None:
         return f"its whole shape is {tuple(ours.shape)}, and {tuple(theirs.shape)} was sent"
     if theirs.placements != ours.placements:
         return f"its placements are {ours.placements}, and {theirs.placements} were sent"
+    if getattr(theirs, "shard_order", None) != getattr(ours, "shard_order", None):
+        return "the dimensions of its mesh cut it in another order"
     if theirs.mesh._layout.top_level_sizes != ours.mesh._layout.top_level_sizes:
         return "its mesh has another shape"
     # Ranks may differ, since the sender can be of another replica; its share of the tensor may not.

@@ -24,6 +24,7 @@ from torchrelay.record.kinds import KindTable
 from torchrelay.record.schema import BoxSharding, ImageKind, LeafKind, MeshSharding
 from torchrelay.state import tensors as t
 from torchrelay.state.backing import check_memory
+from torchrelay.state.dtensor_pieces import pieces_of, placement_records
 from torchrelay.state.meshes import mesh_record
 from torchrelay.state.paths import Path, show
 from torchrelay.state.tree import Flat
@@ -165,9 +166,10 @@ class ShardedLeaves:
         if coordinate is None or tensor.dim() > m.MAX_DIMS:
             return None
         kind = kind_of_dtensor(tensor)
-        assert kind.mesh is not None
-        box = local_box(kind.shape, kind.mesh.shape, tuple(coordinate), kind.placements)
-        return None if box is None else kind._replace(box=box, coordinate=tuple(coordinate))
+        pieces = pieces_of(kind.shape, spec)
+        if len(pieces) != 1:
+            return None
+        return kind._replace(box=pieces[0].box, coordinate=tuple(coordinate))
 
 
 def _check_local(local: torch.Tensor) -> None:
@@ -225,41 +227,6 @@ class PlainLayout:
         return self.sharded.kinds_of(self.plain)
 
 
-def local_box(
-    shape: tuple[int, ...],
-    mesh_shape: tuple[int, ...],
-    coordinate: tuple[int, ...],
-    placements: tuple[m.Placement, ...],
-) -> Box | None:
-    """The box of a tensor that a place in a mesh has; None where its elements are not a box."""
-    found = [np.arange(0)] * len(shape)
-    cut = [False] * len(shape)
-    for size, at, placement in zip(mesh_shape, coordinate, placements, strict=True):
-        if placement.kind not in ("shard", "strided"):
-            continue
-        dim = placement.dim
-        rows = found[dim] if cut[dim] else np.arange(shape[dim])
-        splits = placement.split if placement.kind == "strided" else 1
-        parts = [
-            _chunk(part, size, at) for part in (_chunk(rows, splits, n) for n in range(splits))
-        ]
-        found[dim], cut[dim] = np.concatenate(parts), True
-    offsets, sizes = [0] * len(shape), list(shape)
-    for dim in range(len(shape)):
-        if cut[dim]:
-            rows = found[dim]
-            if (np.diff(rows) != 1).any():
-                return None
-            offsets[dim], sizes[dim] = int(rows[0]) if len(rows) else shape[dim], len(rows)
-    return tuple(offsets), tuple(sizes)
-
-
-def _chunk(rows: Numbers, count: int, number: int) -> Numbers:
-    """One of the chunks that `torch.chunk` cuts rows into."""
-    size = -(-len(rows) // count)
-    return rows[number * size : (number + 1) * size]
-
-
 def kind_of_dtensor(tensor: Any) -> ShardedKind:
     """The kind of a whole DTensor."""
     _, spec = t.dtensor_parts(tensor)
@@ -272,7 +239,7 @@ def kind_of_dtensor(tensor: Any) -> ShardedKind:
         | (m.PARAMETER if t.is_parameter(tensor) else 0),
         ((0,) * len(shape), shape),
         mesh_record(spec.mesh),
-        tuple(map(t.placement_record, spec.placements)),
+        placement_records(tensor),
     )
 
 

@@ -212,7 +212,8 @@ class Union:
                 if box is None or not whole or part.strides is not None or part.offset:
                     raise MismatchError(
                         "the part of a distributed tensor on this rank is not a box of it, and "
-                        "cannot be resharded: send a copy that shares no memory with other leaves",
+                        "cannot be resharded: send a copy that shares no memory with other leaves; "
+                        "redistribute a tensor with strided shards first",
                         rank=joined.ranks[place],
                         path=joined.path(shift + leaf),
                     )

@@ -22,6 +22,7 @@ from torchrelay.record.manifest import parts
 from torchrelay.record.typed import MissingZoneError, PartError, decode_typed, encode_typed
 from torchrelay.record.values import Typed, decode_value, encode_value
 from torchrelay.state import tensors as t
+from torchrelay.state.dtensor_pieces import placement_records
 from torchrelay.state.hints import UNINITIALIZED
 from torchrelay.state.meshes import mesh_record
 from torchrelay.state.paths import Path, naming
@@ -134,7 +135,7 @@ def dtensor_leaf(tensor: t.DTensor, local: m.TensorLeaf, flags: int = 0) -> m.DT
     return m.DTensorLeaf(
         local,
         mesh_record(spec.mesh),
-        tuple(map(t.placement_record, spec.placements)),
+        placement_records(tensor),
         tuple(tensor.shape),
         tuple(tensor.stride()),
         None if coordinate is None else tuple(coordinate),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -10,9 +10,12 @@ from torch.distributed._shard.sharded_tensor.api import ShardedTensorBase
 from torch.distributed._shard.sharded_tensor.shard import Shard
 from torch.distributed._shard.sharding_spec.api import EnumerableShardingSpec
 
+from torchrelay.errors import UnsupportedLeafError
 from torchrelay.geometry.boxes import Box, without
+from torchrelay.geometry.shards import ShardPiece, size_of
 from torchrelay.record import manifest as m
 from torchrelay.state import tensors as t
+from torchrelay.state.dtensor_pieces import pieces_of
 
 
 class LocalPart(NamedTuple):
@@ -23,39 +26,60 @@ class LocalPart(NamedTuple):
 
 
 class LocalBoxes:
-    """The boxes of DTensors that are in this process. DTensors with one spec have the same boxes:
-    torch is asked once for each spec, because its answer takes longer than all other work."""
+    """The boxes of DTensors that are in this process. DTensors with one spec have the same boxes,
+    so they are worked out once for each spec."""
 
     def __init__(self) -> None:
-        self._known: dict[object, list[Box]] = {}
+        self._known: dict[object, list[ShardPiece]] = {}
 
-    def of(self, tensor: t.DTensor) -> list[Box]:
-        key = type(tensor), t.dtensor_parts(tensor)[1]
-        found = self._known.get(key)
+    def of(self, tensor: t.DTensor) -> list[ShardPiece]:
+        """The boxes, and where each begins in the local tensor.
+
+        `UnsupportedLeafError` unless the local tensor has their shape, or if the placements do not
+        say which boxes they are.
+        """
+        local, spec = t.dtensor_parts(tensor)
+        found = self._known.get(spec)
         if found is None:
-            found = []
-            if tensor.device_mesh.get_coordinate() is not None:
-                # torch's protocol for whoever saves or loads it
-                chunks: Any = tensor.__create_chunk_list__()  # type: ignore[no-untyped-call]
-                found = [(tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in chunks]
-            self._known[key] = found
+            found = self._known[spec] = pieces_of(tuple(tensor.shape), spec)
+        if found and (size := size_of(found)) != local.shape and (local.numel() or 0 not in size):
+            raise UnsupportedLeafError(
+                f"the local tensor has the shape {tuple(local.shape)}, and the placements "
+                f"{spec.placements} give this rank the shape {size}: redistribute it first"
+            )
         return found
 
 
-def local_parts(tensor: torch.Tensor, boxes: LocalBoxes | None = None) -> list[LocalPart]:
+def local_parts(
+    tensor: torch.Tensor,
+    boxes: LocalBoxes | None = None,
+    source: Callable[[torch.Tensor], torch.Tensor] = torch.Tensor.detach,
+) -> list[LocalPart]:
     """The parts of a tensor that are in this process: all of a plain one; of a distributed one what
-    its mesh gives to this rank, which may be nothing. `boxes` has those that are known."""
+    its mesh gives to this rank, which may be nothing.
+
+    `boxes` has those that are known, `source` gives the tensor that has the elements of a detached
+    local one. `UnsupportedLeafError` where a local tensor does not have the shape of its boxes.
+    """
     if t.is_dtensor(tensor):
-        local, _ = t.dtensor_parts(tensor)
-        return [LocalPart(box, local.detach()) for box in (boxes or LocalBoxes()).of(tensor)]
+        pieces = (boxes or LocalBoxes()).of(tensor)
+        local = source(t.dtensor_parts(tensor)[0].detach())
+        if len(pieces) == 1:
+            return [LocalPart(pieces[0].box, local)]
+        return [LocalPart(box, cut(local, at, box[1])) for box, at in pieces]
     if isinstance(tensor, t.ShardedTensor):
         locals_, here, _, _ = t.sharded_parts(tensor)
+        for one, box in zip(locals_, here, strict=True):
+            if one.shape != box.sizes:
+                raise UnsupportedLeafError(
+                    f"a shard has the shape {tuple(one.shape)}, and its metadata say {box.sizes}"
+                )
         return [
-            LocalPart((tuple(box.offsets), tuple(box.sizes)), local.detach())
-            for local, box in zip(locals_, here, strict=True)
+            LocalPart((tuple(box.offsets), tuple(box.sizes)), source(one.detach()))
+            for one, box in zip(locals_, here, strict=True)
         ]
     shape = tuple(tensor.shape)
-    return [LocalPart(((0,) * len(shape), shape), tensor.detach())]
+    return [LocalPart(((0,) * len(shape), shape), source(tensor.detach()))]
 
 
 def tie_of(tensor: torch.Tensor) -> object:

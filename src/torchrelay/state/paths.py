@@ -28,13 +28,14 @@ def show(path: Iterable[object]) -> str:
 
 
 @contextmanager
-def naming(path: Path | Callable[[], Path]) -> Iterator[None]:
-    """Have an error of the library name this path, unless it names one. A function is called only
-    then."""
+def naming(path: Path | str | Callable[[], Path]) -> Iterator[None]:
+    """Have an error of the library name this path, unless it names one. Text is as people write
+    it; a function is called only then."""
     try:
         yield
     except RelayError as fault:
-        fault.path = fault.path or show(path() if callable(path) else path)
+        found = path() if callable(path) else path
+        fault.path = fault.path or (found if isinstance(found, str) else show(found))
         raise
 
 

@@ -52,6 +52,7 @@ from torchrelay.stores.shares.layout import FILE_BYTES, arrange
 from torchrelay.stores.shares.share import Share
 from torchrelay.stores.step_draft import StepDraft
 from torchrelay.stores.torch_plans import items
+from torchrelay.stores.torch_plans.chunks import check_chunks
 from torchrelay.stores.torch_plans.flattened import ValueTree, outline_of
 from torchrelay.stores.torch_plans.metadata import AsPlanned, Unknown, as_planned
 
@@ -189,6 +190,7 @@ class Writer(_AtPlace, StorageWriter):
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         told: DraftName = getattr(_arrived, "name", None) or plan.storage_data
         _arrived.name = None
+        check_chunks(planner)
         tops = {
             fqn: str(path[0]) if len(path) > 1 else None
             for fqn, path in (plan.planner_data or {}).items()
@@ -299,6 +301,7 @@ class Reader(_AtPlace, StorageReader):
         return plans
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        check_chunks(planner)
         stored = self.planned.tensors
         objects = [item for item in plan.items if item.type == LoadItemType.BYTE_IO]
         places = [

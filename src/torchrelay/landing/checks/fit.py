@@ -15,6 +15,7 @@ from torchrelay.record.dtypes import dtype_from_text
 from torchrelay.record.values import decode_value
 from torchrelay.state import tensors as t
 from torchrelay.state.backing import missing_memory
+from torchrelay.state.dtensor_pieces import placement_records
 from torchrelay.state.hints import (
     CUT_OTHERWISE,
     SHARDED_TO_WHOLE,
@@ -23,6 +24,7 @@ from torchrelay.state.hints import (
     WITHOUT_MEMORY,
 )
 from torchrelay.state.leaves import describe
+from torchrelay.state.local_parts import local_parts
 from torchrelay.state.paths import Path, naming
 from torchrelay.state.registry import subclass_name
 from torchrelay.state.tree import flatten
@@ -154,8 +156,8 @@ def _check_mesh(leaf: m.DTensorLeaf, like: t.DTensor) -> None:
     _, spec = t.dtensor_parts(like)
     _same("mesh shape", leaf.mesh.shape, tuple(spec.mesh.mesh.shape), CUT_OTHERWISE)
     if leaf.shape == tuple(like.shape):
-        mine = tuple(t.placement_record(placement) for placement in spec.placements)
-        _same("placements", _show(leaf.placements), _show(mine), CUT_OTHERWISE)
+        mine = _show(placement_records(like))
+        _same("placements", _show(leaf.placements), mine, CUT_OTHERWISE)
     coordinate = spec.mesh.get_coordinate()
     if leaf.coordinate is not None and coordinate is not None:
         for dim, placement in enumerate(leaf.placements):
@@ -192,17 +194,18 @@ def _show(placements: tuple[m.Placement, ...]) -> str:
 
 
 def _fit_sharded(leaf: m.ShardedLeaf, into: torch.Tensor) -> Iterator[Fit]:
-    if not isinstance(into, t.ShardedTensor):
+    # A DTensor of which this rank has several boxes takes each of them, as a ShardedTensor does.
+    parts = local_parts(into) if t.is_distributed(into) else []
+    if not isinstance(into, t.ShardedTensor) and len(parts) < 2:
         _differ("kind", "a ShardedTensor", _describe(into), SHARDED_TO_WHOLE)
-    locals_, boxes, _, _ = t.sharded_parts(into)
     _same("global shape", leaf.shape, tuple(into.size()))
     _same(
         "local shards",
         [(box.offsets, box.sizes) for box in leaf.boxes],
-        [(box.offsets, box.sizes) for box in boxes],
+        [part.box for part in parts],
     )
-    for part, local in zip(leaf.shards, locals_, strict=True):
-        yield from _fit_plain(part, local)
+    for shard, part in zip(leaf.shards, parts, strict=True):
+        yield from _fit_plain(shard, part.tensor)
 
 
 def _fit_quantized(leaf: m.QuantizedLeaf, into: torch.Tensor) -> Iterator[Fit]:

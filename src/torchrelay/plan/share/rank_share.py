@@ -37,7 +37,7 @@ from torchrelay.state.leaves import dtensor_leaf
 from torchrelay.state.local_parts import LocalBoxes, local_parts
 from torchrelay.state.matching import Matched
 from torchrelay.state.objects import OfferedTensor
-from torchrelay.state.paths import LeafPaths
+from torchrelay.state.paths import LeafPaths, naming
 from torchrelay.state.tree import check_types, show, slots
 
 PARTIAL = "a DTensor with a partial placement takes no value: redistribute it first"
@@ -262,7 +262,9 @@ class RankShare:
         """The parts of a tensor that a distributed one has in this process, described like it."""
         source, shape = int(self._wholes.sources[leaf]), tuple(mine.size())
         locals_ = []
-        for part in local_parts(mine, self._local_boxes):
+        with naming(path):
+            parts = local_parts(mine, self._local_boxes)
+        for part in parts:
             number = NONE
             if part.tensor.numel() and source != NONE:
                 number = self._part(source * _WIDE + self._box(part.box, shape))
@@ -273,6 +275,9 @@ class RankShare:
         local, spec = t.dtensor_parts(mine)
         if any(placement.is_partial() for placement in spec.placements):
             raise MismatchError(PARTIAL, path=path)
+        if len(locals_) > 1:
+            boxes = tuple([m.Box(*part.box, None) for part in parts])
+            return m.ShardedLeaf(tuple(locals_), boxes, boxes, shape, dtype)
         whole = locals_[0] if locals_ else m.TensorLeaf(dtype, tuple(local.shape), None, NONE)
         return dtensor_leaf(mine, whole)
 
@@ -287,7 +292,13 @@ class RankShare:
             else:
                 numbers.take(np.array([leaf], np.int64))
                 path = show(LeafPaths(self.tree)[leaf])
-                self._others[leaf] = self._like(leaf, facts[0], like, path)
+                made = self._others[leaf] = self._like(leaf, facts[0], like, path)
+                if isinstance(made, m.ShardedLeaf):
+                    raise MismatchError(
+                        "this rank has several separate boxes of it, of which no new tensor can "
+                        "be made: redistribute it first",
+                        path=path,
+                    )
         return np.array(whole, np.int64)
 
     def _box(self, box: Box, shape: tuple[int, ...]) -> int:

@@ -16,8 +16,10 @@ import xxhash
 
 from torchrelay.errors import CheckpointError
 from torchrelay.state import tensors as t
-from torchrelay.state.local_parts import local_parts
+from torchrelay.state.dtensor_pieces import placement_records
+from torchrelay.state.local_parts import LocalBoxes, local_parts
 from torchrelay.state.meshes import mesh_record
+from torchrelay.state.paths import naming
 from torchrelay.stores.shares.ownership import HeldTensor, Row
 from torchrelay.stores.shares.values import value_digests
 
@@ -38,6 +40,7 @@ class Holder:
     ) -> None:
         self._rank, self._world, self._members, self._source = rank, world, members, source
         self._dtensors: dict[object, HeldTensor] = {}  # one of each spec
+        self._boxes = LocalBoxes()
 
     def held(self, named: Sequence[tuple[str, torch.Tensor]]) -> list[HeldTensor]:
         """Each tensor, by its name; the bytes of plain ones are hashed."""
@@ -53,6 +56,8 @@ class Holder:
     def _distributed(self, name: str, tensor: torch.Tensor) -> HeldTensor:
         if t.is_dtensor(tensor):
             local, spec = t.dtensor_parts(tensor)
+            with naming(name):
+                self._boxes.of(tensor)  # refuses a local tensor of another shape
             if (found := self._dtensors.get(spec)) is None:
                 found = self._dtensors[spec] = self._dtensor(name, tensor, local, spec)
             return found._replace(name=name)
@@ -64,7 +69,8 @@ class Holder:
 
     def _dtensor(self, name: str, tensor: t.DTensor, local: torch.Tensor, spec: Any) -> HeldTensor:
         mesh = mesh_record(spec.mesh)
-        placements = tuple(t.placement_record(placement) for placement in spec.placements)
+        with naming(name):
+            placements = placement_records(tensor)
         copies = tuple(dim for dim, one in enumerate(placements) if one.kind == "replicate")
         self._check_all_there(name, spec.mesh, copies)
         nbytes, replica, replicas = 0, 0, 1
@@ -114,9 +120,9 @@ def row_of(one: HeldTensor, tensor: torch.Tensor, source: Source) -> Row:
     if not one.mesh:
         dtype, shape = t.NAMES[tensor.dtype], tuple(tensor.shape)
         return Row(one.name, one.fact, dtype=dtype, shape=shape)
-    parts = [part for part in local_parts(tensor) if part.tensor.numel()]
+    parts = [part for part in local_parts(tensor, source=source) if part.tensor.numel()]
     boxes = _digest([part.box for part in parts])
-    values = _digest(facts_of([source(part.tensor) for part in parts]))
+    values = _digest(facts_of([part.tensor for part in parts]))
     part = (boxes, values) if parts else (b"", b"")
     return Row(one.name, one.fact, one.mesh, part)
 

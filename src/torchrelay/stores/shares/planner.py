@@ -28,9 +28,8 @@ from torchrelay.record.encoding import decode, encode
 from torchrelay.record.manifest import ValueLeaf
 from torchrelay.record.rows import LeafRows
 from torchrelay.record.schema import Record
-from torchrelay.state import tensors as t
 from torchrelay.state.local_parts import LocalBoxes, local_parts
-from torchrelay.state.paths import empty_tensors
+from torchrelay.state.paths import empty_tensors, naming
 from torchrelay.stores.shares import ownership
 from torchrelay.stores.shares.casting import StandIns
 from torchrelay.stores.shares.commit_record import refused
@@ -169,8 +168,13 @@ class SavePlan:
         known = self._planner.known
         if known is None or (known.signature, known.ruling) != (self._signature, ruling):
             known = self._made(ruling)
-        tensors = self._described.tensors
-        found = [self._source(_part(tensors[image], number)) for image, number in known.parts]
+        tensors, boxes = self._described.tensors, LocalBoxes()
+        found = [
+            self._source(tensors[image])  # which is the outline's own
+            if type(tensors[image]) is torch.Tensor
+            else local_parts(tensors[image], boxes, self._source)[number].tensor
+            for image, number in known.parts
+        ]
         self._planner.known = known
         return Share(known.layout, found, self._stand_ins)
 
@@ -270,21 +274,14 @@ def _check_whole(name: str, tensor: torch.Tensor, boxes: LocalBoxes) -> None:
     """`UnsupportedLeafError` if a process without a group has only a part of a tensor."""
     if type(tensor) is torch.Tensor:
         return
-    here = sum(part.tensor.numel() for part in local_parts(tensor, boxes))
+    with naming(name):
+        here = sum(part.tensor.numel() for part in local_parts(tensor, boxes))
     if here < prod(tensor.size()):
         raise UnsupportedLeafError(
             f"this process has {here} of the {prod(tensor.size())} elements of a tensor that is "
             "sharded over ranks: call it on all of them, with their group",
             path=name,
         )
-
-
-def _part(tensor: torch.Tensor, number: int) -> torch.Tensor:
-    if type(tensor) is torch.Tensor:
-        return tensor  # which is the outline's own
-    if t.is_dtensor(tensor):
-        return t.dtensor_parts(tensor)[0].detach()
-    return t.sharded_parts(tensor)[0][number].detach()  # type: ignore[arg-type]
 
 
 def _signature(record: Record) -> bytes:

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from torchrelay.errors import MismatchError, UsageError
+from torchrelay.errors import MismatchError, UnsupportedLeafError, UsageError
 from torchrelay.geometry.boxes import Box, Comparisons, around, shared, within
 from torchrelay.plan.share.rank_share import PARTIAL
 from torchrelay.state import tensors as t
@@ -91,7 +91,7 @@ class _MappedTensors:
             else:
                 layout = layout_of(rule, tuple(tensor.shape), shard_of(name))
             self._add_layout(name, rule, names, layout, tensor)
-        except MismatchError as fault:
+        except (MismatchError, UnsupportedLeafError) as fault:
             self.problems.append(f"{name}: {fault.message}")
             self.unplaced.update(names)
 
