@@ -11,8 +11,10 @@ from __future__ import annotations
 
 import logging
 import os
+import sys
 import threading
 import time
+import warnings
 from collections import OrderedDict, defaultdict
 from pathlib import Path
 from typing import Any, Literal
@@ -25,7 +27,7 @@ from torchrelay.coordination.coordinator import Coordinator
 from torchrelay.deadlines import Deadline, seconds_of
 from torchrelay.errors import CheckpointError, StepNotFoundError, UsageError
 from torchrelay.integrations.extras import extra
-from torchrelay.integrations.random_state import RandomState
+from torchrelay.integrations.random_state import RandomState, unchanged
 from torchrelay.landing.packed import pack, unpack
 from torchrelay.pending import Pending
 from torchrelay.stores.locate import split_step
@@ -239,27 +241,64 @@ class RelayStrategy(ModelParallelStrategy):  # type: ignore[misc, unused-ignore]
 
 
 class RandomNumbers(Callback):  # type: ignore[misc, unused-ignore]
-    """Every rank's random numbers are in the checkpoint, and continue where they were.
+    """Every rank's random numbers are in the checkpoint, and continue where they were: those of the
+    process, and generators of the data loaders for training.
 
     Making an iterator of a data loader draws from them, once more after a restart than without
-    one. So the numbers of an epoch's first batch are those of before its iterator was made.
+    one. So the numbers of an epoch's first batch are those of before its iterator was made. The
+    iterator draws the order of shuffled samples: that of the first epoch after a restart is made
+    again, once the numbers are there.
     """
 
     def __init__(self) -> None:
-        self._held: Checkpoint | None = None
-        self._loaded = False
+        self._trainer: Any = None
+        self._held: Checkpoint | None = None  # the numbers that the next batch begins with
+        self._generators: list[torch.Tensor | None] | None = None  # from a checkpoint
+
+    def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        self._trainer = trainer
 
     def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
-        if not self._loaded:
+        if self._generators is not None:  # from a checkpoint of the end of an epoch
+            self._continue()
+            _begin_again(trainer.fit_loop)
+        else:
             self._held = RandomState().state_dict()
 
     def on_train_batch_start(self, *_: Any) -> None:
+        self._continue()
+        self._held = None
+
+    def on_train_epoch_end(self, *_: Any) -> None:
+        if self._generators is not None:  # from a checkpoint of the validation in this epoch
+            self._continue()
+
+    def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        self._trainer = self._held = self._generators = None
+
+    def _continue(self) -> None:
+        states, self._generators = self._generators or [], None
+        for loader, state in zip(_train_loaders(self._trainer), states, strict=False):
+            if state is not None and (generator := getattr(loader, "generator", None)) is not None:
+                generator.set_state(state)
         if self._held is not None:
             RandomState().load_state_dict(self._held)
-        self._held, self._loaded = None, False
+
+    def on_save_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: Checkpoint) -> None:
+        if pl_module.automatic_optimization and trainer.fit_loop.epoch_loop._should_accumulate():
+            warnings.warn(
+                f"step {checkpoint['global_step']} is saved between two updates, and Lightning "
+                "does not save the gradients that are accumulated there: after a resume, losses "
+                "differ. Save at the end of epochs",
+                RuntimeWarning,
+                stacklevel=2,
+            )
 
     def state_dict(self) -> Checkpoint:
-        mine = pack(RandomState().state_dict())
+        generators = [getattr(one, "generator", None) for one in _train_loaders(self._trainer)]
+        numbers = RandomState().state_dict()
+        numbers["generators"] = [one and one.get_state() for one in generators]
+        mine = pack(numbers)
         ranks = Coordinator.of(None, "RandomNumbers")
         answer = ranks.call("gather").round(
             "gather",
@@ -272,7 +311,35 @@ class RandomNumbers(Callback):  # type: ignore[misc, unused-ignore]
     def load_state_dict(self, state: Checkpoint) -> None:
         states = state["ranks"]
         rank = Coordinator.of(None, "RandomNumbers").rank
-        self._held, self._loaded = states[rank if rank < len(states) else 0], True
+        self._held = states[rank if rank < len(states) else 0]
+        self._generators = self._held.get("generators", [])
+
+
+def _train_loaders(trainer: Any) -> list[Any]:
+    """The data loaders of the epochs, once Lightning has them."""
+    combined = None if trainer is None else trainer.fit_loop._combined_loader
+    return [] if combined is None else list(combined.flattened)
+
+
+def _begin_again(fit_loop: Any) -> None:
+    """Have the epoch that starts begin with a new iterator, as Lightning has all but the first of
+    a run. Loaders of torchdata get their states first, which Lightning has not used at the end of
+    an epoch; others with a state keep the iterator that they have."""
+    loader, states = fit_loop._combined_loader, fit_loop._combined_loader_states_to_load
+    stateful = [one for one in loader.flattened if hasattr(one, "load_state_dict")]
+    torchdata: Any = sys.modules.get("torchdata.stateful_dataloader")
+    known = () if torchdata is None else torchdata.StatefulDataLoader
+    if not all(isinstance(one, known) for one in stateful):
+        return
+    if states:
+        fit_loop._combined_loader_states_to_load = []
+        with unchanged(*(one.generator for one in stateful)):
+            loader._load_state_dicts(states)
+            for one in stateful:
+                iter(one)  # uses the state; the next iterator is that of the next epoch
+                if getattr(one.sampler, "next_yielded", None):
+                    one.sampler.next_yielded = None
+    iter(fit_loop._data_fetcher)
 
 
 class SaveStalls(Callback):  # type: ignore[misc, unused-ignore]

@@ -41,16 +41,17 @@ class RandomState:
 
 
 @contextmanager
-def unchanged(generator: torch.Generator | None = None) -> Iterator[None]:
-    """Within: random numbers are drawn. Afterwards all are as before, also those of `generator`."""
+def unchanged(*generators: torch.Generator | None) -> Iterator[None]:
+    """Within: random numbers are drawn. Afterwards all of them, also those of `generators`, are as
+    they were before."""
     before = RandomState().state_dict()
-    own = None if generator is None else generator.get_state()
+    own = [(one, one.get_state()) for one in generators if one is not None]
     try:
         yield
     finally:
         RandomState().load_state_dict(before)
-        if generator is not None and own is not None:
-            generator.set_state(own)
+        for generator, state in own:
+            generator.set_state(state)
 
 
 def set_at_first_forward(random: dict[str, Any], models: list[nn.Module]) -> None:
