@@ -16,7 +16,7 @@ import numpy as np
 
 from torchrelay.errors import ManifestError
 from torchrelay.record.probing import FEW, check_dict, hashes_of
-from torchrelay.record.values import BigInt, Key, TupleKey, decode_key
+from torchrelay.record.values import PLAIN, BigInt, Key, TupleKey, decode_key
 
 _TWICE = "a dict has one key twice"
 
@@ -76,17 +76,17 @@ def check_keys(keys: Sequence[Key]) -> None:
         check_dict(hashes_of(numbers))
         return
     # Decoding raises for what no key encodes to. Each NaN is a key of its own.
-    values = [key if type(key) is int else decode_key(key) for key in keys]
-    different = [
-        identity(key)
-        for key, value in zip(keys, values, strict=True)
-        if type(key) is int or not _has_nan(value)
-    ]
-    if len(set(different)) != len(different):
-        raise ManifestError(_TWICE)
+    values = [key if type(key) in PLAIN else decode_key(key) for key in keys]
     if len(keys) > FEW:
         hashes = np.fromiter(map(hash, values), np.int64, len(values)).astype(np.uint64)
         check_dict(hashes, max(map(_items, keys)))
+    different = [
+        value if isinstance(value, str) else _spelled(value)
+        for value in values
+        if type(value) in PLAIN or not _has_nan(value)
+    ]
+    if len(set(different)) != len(different):
+        raise ManifestError(_TWICE)
 
 
 def _numbers(keys: Sequence[Key]) -> np.ndarray[Any, np.dtype[np.int64]] | None:

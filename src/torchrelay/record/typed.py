@@ -16,13 +16,22 @@ import uuid
 import zoneinfo
 from collections.abc import Callable, Collection, Sequence
 from functools import lru_cache
+from operator import lt
 from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
 
-from torchrelay.record.probing import check_set
-from torchrelay.record.values import MAX_NESTED, Typed, Value, decode_value, encode_value
+from torchrelay.record.probing import FEW, check_set
+from torchrelay.record.values import (
+    INT64,
+    MAX_NESTED,
+    PLAIN,
+    Typed,
+    Value,
+    decode_value,
+    encode_value,
+)
 
 MAX_FRACTION_BITS = 1 << 16  # of each of its numbers: reducing them takes the square of that
 _TIMES = ("datetime.time", "datetime.datetime")
@@ -58,13 +67,9 @@ def decode_typed(record: Value, *, zones: bool = True) -> object:
     if not isinstance(record, Typed):
         return decode_value(record)
     try:
-        value = _decode(record, 0, zones)
+        return _decode(record, 0, zones)
     except (ArithmeticError, TypeError) as fault:
         raise ValueError(f"not a value of type {record.name[:40]!r}: {fault}") from None
-    # One value, one record: also of numbers that the type takes modulo something, or normalises.
-    if _ENCODER.encode(encode_typed(value)) != _ENCODER.encode(record):
-        raise ValueError(f"a value of type {record.name[:40]!r} in another spelling")
-    return value
 
 
 def spelled(record: Value) -> str:
@@ -107,15 +112,16 @@ def _encode(value: object, depth: int) -> Value:
             raise PartError(value) from None
     if depth >= MAX_NESTED:
         raise ValueError(f"values nested deeper than {MAX_NESTED}")
-    items = [_encode(item, depth + 1) for item in kind.items(value)]
+    items = [
+        item if type(item) is int and item in INT64 else _encode(item, depth + 1)
+        for item in kind.items(value)
+    ]
     if isinstance(value, (set, frozenset)):
         items.sort(key=_ENCODER.encode)
     return Typed(_NAMES[kind.type], tuple(items))
 
 
-def _decode(record: Value, depth: int, zones: bool) -> Any:
-    if not isinstance(record, Typed):
-        return decode_value(record)
+def _decode(record: Typed, depth: int, zones: bool) -> Any:
     kind = _BY_NAME.get(record.name)
     if kind is None:
         raise ValueError(f"a value of type {record.name[:40]!r}")
@@ -123,17 +129,36 @@ def _decode(record: Value, depth: int, zones: bool) -> Any:
         raise ValueError(f"values nested deeper than {MAX_NESTED}")
     if kind.type is zoneinfo.ZoneInfo and not zones:
         raise MissingZoneError("not looked up")
-    items = [_decode(item, depth + 1, zones) for item in record.items]
+    items = [
+        item
+        if type(item) in PLAIN
+        else _decode(item, depth + 1, zones)
+        if isinstance(item, Typed)
+        else decode_value(item)
+        for item in record.items
+    ]
     if kind.type in (set, frozenset):
         return kind.make(_members(items, record.items))
-    return kind.make(*items)
+    value = kind.make(*items)
+    # One value, one record: also of numbers that the type takes modulo something, or normalises.
+    again = kind.items(value)
+    if len(again) != len(items) or not all(map(_is_same, again, items)):
+        raise ValueError(f"a value of type {record.name[:40]!r} in another spelling")
+    return value
+
+
+def _is_same(one: object, other: object) -> bool:
+    return one is other or (type(one) is type(other) and one == other)
 
 
 def _members(members: Sequence[Any], records: Sequence[Value]) -> Collection[object]:
-    """The members of a set. `ValueError` where two are equal."""
-    hashes = np.fromiter(map(hash, members), np.int64, len(members)).astype(np.uint64)
-    longest = max((len(_ENCODER.encode(one)) for one in records), default=0)
-    check_set(hashes, 1 + longest // 8)
+    """The members of a set. `ValueError` where two are equal, or out of order."""
+    spellings = [*map(_ENCODER.encode, records)]
+    if not all(map(lt, spellings, spellings[1:])):
+        raise ValueError("members of a set out of order")
+    if len(members) > FEW:
+        hashes = np.fromiter(map(hash, members), np.int64, len(members)).astype(np.uint64)
+        check_set(hashes, 1 + max(map(len, spellings)) // 8)
     found = dict.fromkeys(members)
     if len(found) < len(members):
         raise ValueError("a set has one member twice")

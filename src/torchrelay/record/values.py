@@ -55,8 +55,9 @@ class TupleKey(msgspec.Struct, tag="t", array_like=True, frozen=True):
 Key = None | bool | int | str | Float | BigInt | Text | TupleKey
 Value = None | bool | int | str | Float | BigInt | Text | Complex | Bytes | Typed
 
+PLAIN = frozenset((int, str, bool, type(None)))  # types that are their own records
 MAX_NESTED = 128  # of tuples in keys, and of values in values
-_INT64 = range(-(1 << 63), 1 << 63)
+INT64 = range(-(1 << 63), 1 << 63)
 
 
 def _bits(value: float) -> int:
@@ -76,7 +77,7 @@ def encode_value(value: object) -> Value:
     if value is None or kind is bool:
         return value  # type: ignore[return-value]
     if isinstance(value, int) and kind is int:
-        return value if value in _INT64 else BigInt(hex(value))
+        return value if value in INT64 else BigInt(hex(value))
     if isinstance(value, str) and kind is str:
         try:
             value.encode()
@@ -126,7 +127,9 @@ def decode_key(record: Key, depth: int = 0) -> object:
     """Undo `encode_key`. `ValueError` for a record that no key encodes to."""
     if isinstance(record, TupleKey):
         _check_depth(depth)
-        return tuple([decode_key(item, depth + 1) for item in record.items])
+        return tuple(
+            [item if type(item) in PLAIN else decode_key(item, depth + 1) for item in record.items]
+        )
     return decode_value(record)
 
 
@@ -137,6 +140,6 @@ def _check_depth(depth: int) -> None:
 
 def _big_int(text: str) -> int:
     value = int(text, 16)
-    if value in _INT64 or hex(value) != text:
+    if value in INT64 or hex(value) != text:
         raise ValueError(f"{text[:40]!r} is not a canonical big integer")
     return value
