@@ -17,6 +17,7 @@ class _TreeNode:
         self.below: dict[str, _TreeNode] = {}
         self.facts: dict[str, Any] | None = None
         self.text = ""
+        self.parameter = ""  # the name of the parameter whose state is below
         self.tensors = 0
         self.nbytes = 0
 
@@ -31,6 +32,9 @@ def tree_rows(facts: dict[str, Any], *, shards: bool) -> list[Row]:
         _at(root, value["path"]).text = value["text"] + several
     for alias in facts["aliases"]:
         _at(root, alias["path"]).text = f"= {alias['tensor']}"
+    for path, name in facts["parameters"].items():
+        if (found := _found(root, path)) is not None:
+            found.parameter = name
     return list(_rows(root, "", shards))
 
 
@@ -43,12 +47,20 @@ def _at(root: _TreeNode, path: str, tensors: int = 0, nbytes: int = 0) -> _TreeN
     return here
 
 
+def _found(root: _TreeNode, path: str) -> _TreeNode | None:
+    here: _TreeNode | None = root
+    for name in path.split("."):
+        here = None if here is None else here.below.get(name)
+    return here
+
+
 def _rows(branch: _TreeNode, rest: str, shards: bool) -> Iterator[Row]:
     children = list(branch.below.items())
-    for place, (name, child) in enumerate(children):
+    for place, (key, child) in enumerate(children):
+        name = _named(key, child)
         while child.facts is None and not child.text and len(child.below) == 1:
             ((more, child),) = child.below.items()
-            name += f".{more}"
+            name += f".{_named(more, child)}"
         last = place == len(children) - 1
         mark, bar = ("└── ", "    ") if last else ("├── ", "│   ")
         if child.facts is not None:
@@ -61,6 +73,10 @@ def _rows(branch: _TreeNode, rest: str, shards: bool) -> Iterator[Row]:
             shown = count(child.tensors, "tensor") if child.tensors else ""
             yield (rest + mark + name, shown, "", size(child.nbytes) if child.tensors else "")
         yield from _rows(child, rest + bar, shards)
+
+
+def _named(key: str, node: _TreeNode) -> str:
+    return f"{key} ({node.parameter})" if node.parameter else key
 
 
 def _cells(facts: dict[str, Any]) -> Sequence[str]:

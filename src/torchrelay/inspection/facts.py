@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from math import prod
 from typing import TYPE_CHECKING, Any
 
 from torchrelay.arguments import matches
+from torchrelay.inspection.parameter_names import parameter_names
 from torchrelay.record.dtypes import itemsize
 from torchrelay.stores.shares.layout import rank_of
 
@@ -31,9 +32,12 @@ def nbytes_of(tensor: StoredTensor) -> int:
     return prod(tensor.shape) * itemsize(tensor.dtype)
 
 
-def state_facts(contents: Contents) -> dict[str, Any]:
-    """A state as JSON tells it."""
+def state_facts(contents: Contents, parameters: Mapping[str, str] | None = None) -> dict[str, Any]:
+    """A state as JSON tells it. `parameters`: see `parameter_names`; those of a state that is
+    narrowed may be in the rest."""
     tensors = [tensor_facts(contents, tensor) for tensor in contents.tensors]
+    if parameters is None:
+        parameters = parameter_names(contents.values)
     return {
         "step": contents.step,
         "ranks": contents.ranks,
@@ -43,6 +47,7 @@ def state_facts(contents: Contents) -> dict[str, Any]:
         "tensors": tensors,
         "values": [value._asdict() for value in contents.values],
         "aliases": [alias._asdict() for alias in contents.aliases],
+        "parameters": dict(parameters),
     }
 
 

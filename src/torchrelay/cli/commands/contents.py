@@ -44,9 +44,10 @@ def inspect(
     with opened_source(source, step) as state:
         from torchrelay.cli.tree import tree_rows
         from torchrelay.inspection.facts import state_facts
+        from torchrelay.inspection.parameter_names import parameter_names
 
         (chosen,) = matched(include, state)
-        facts = state_facts(chosen)
+        facts = state_facts(chosen, parameter_names(state.contents.values))
         if stats:
             _add_statistics(state, chosen, facts)
         if as_json:
