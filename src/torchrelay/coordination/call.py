@@ -11,7 +11,7 @@ from itertools import count
 
 import msgspec
 
-from torchrelay.coordination.group_store import GroupStore, StoreLost, pause_after
+from torchrelay.coordination.group_store import GroupStore, StoreDamaged, StoreLost, pause_after
 from torchrelay.coordination.messages import (
     CallName,
     RankMessage,
@@ -208,7 +208,10 @@ class GroupCall(Call):
         channel, store, ranks = self._channel, self._store, range(1, self._world)
         keys = [self._key(rank) for rank in ranks]
         while self._wait_for(keys, deadline.left() - min(SPREAD, deadline.seconds / 4)):
-            sent = [_sent.decode(data) for data in map(store.read, keys) if data is not None]
+            try:
+                sent = list(self._messages(keys))
+            except StoreDamaged as fault:
+                return self._end(keys, RankMessage.failure(fault, phase, 0), deadline)
             if len(sent) < len(keys) or self._is_refused(sent):
                 time.sleep(PAUSE)  # a rank stopped waiting just now, or will
                 continue
@@ -237,25 +240,44 @@ class GroupCall(Call):
                 return answers[0]
         return self._give_up(keys, phase, deadline)
 
+    def _messages(self, keys: list[str]) -> Iterator[RoundMessage]:
+        """The messages that are there. `StoreDamaged` names the rank that sent another one."""
+        for rank, key in enumerate(keys, 1):
+            try:
+                data = self._store.read(key)
+            except StoreDamaged as fault:
+                fault.rank = rank
+                raise
+            if data is not None:
+                yield _sent.decode(data)
+
     def _reply(self, sent: RoundMessage, answer: RankMessage, deadline: Deadline) -> None:
         self._store.put(sent.answer, _encode(RoundAnswer(self._prefix, deadline.left(), answer)))
 
     def _give_up(self, keys: list[str], phase: str, deadline: Deadline) -> RankMessage:
         """Ranks are missing at the deadline. The call fails on all of them, also on those that come
         to it later; without a step it may be their next one that they come to."""
-        store = self._store
-        late = [rank for rank, key in enumerate(keys, 1) if not store.has(key)]
+        late = [rank for rank, key in enumerate(keys, 1) if not self._store.has(key)]
         text = (
             f"no message in {deadline.seconds:g} s in {self.name} from "
             f"{self._places(late)}: every rank makes this call"
         )
         fault = CheckpointError(text, rank=late[0] if late else None, phase=phase)
-        reason = RankMessage.failure(fault, phase, 0)
+        return self._end(keys, RankMessage.failure(fault, phase, 0), deadline)
+
+    def _end(self, keys: list[str], reason: RankMessage, deadline: Deadline) -> RankMessage:
+        """Fail the call on all ranks, also on those that come to it later."""
+        store = self._store
         if self._rounds > 1 or self.name.step is not None:
             store.put(self._failed, _encode(reason))
             self._channel.stale.append(self._failed)  # until the next call
         for key in keys:
-            sent = None if (data := store.read(key)) is None else _sent.decode(data)
+            data = None
+            try:
+                data = store.read(key)
+            except StoreDamaged:  # it is not to be found by the next call
+                store.drop(key)
+            sent = None if data is None else _sent.decode(data)
             if sent is not None and sent.name == self.name and store.drop(key):
                 self._reply(sent, reason, deadline)
         return reason

@@ -21,7 +21,7 @@ import torchrelay as tr
 from tests.support.faults import attempt, same, weights
 from tests.support.storeless import Storeless
 from torchrelay.deadlines import Deadline
-from torchrelay.errors import PeerLostError, RemoteProtocolError
+from torchrelay.errors import DigestError, PeerLostError, RemoteProtocolError
 from torchrelay.transports.meeting import directory as module
 from torchrelay.transports.meeting.directory import (
     Directory,
@@ -48,6 +48,17 @@ def test_an_identity_is_read_as_it_was_written() -> None:
     one = identity()
     assert read_identity(one.encode(), 3) == one == identity_from_text(one.as_text(), 3)
     assert len(one.encode()) < 200
+
+
+def test_an_identity_that_changed_on_its_way_is_refused() -> None:
+    """Also where every field is still one that a process may have."""
+    data = identity().encode()
+    for bit in range(8 * len(data)):
+        changed = bytearray(data)
+        changed[bit // 8] ^= 1 << bit % 8
+        with pytest.raises((DigestError, RemoteProtocolError)) as caught:
+            read_identity(bytes(changed), 3)
+        assert caught.value.rank == 3  # type: ignore[attr-defined]
 
 
 def test_another_version_is_named_before_anything_else_is_read() -> None:

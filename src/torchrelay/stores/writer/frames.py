@@ -1,4 +1,8 @@
-"""Messages over a socket between a trainer and a process of its own: a length, then the bytes."""
+"""Messages over a socket between processes of one host, a trainer and its own or a keeper.
+
+Each is a length, the digest of the bytes, the digest of both, and the bytes. Memory may change a
+bit as a wire does, and a message has values of a state.
+"""
 
 from __future__ import annotations
 
@@ -6,21 +10,34 @@ import socket
 import struct
 from collections.abc import Sequence
 
-LENGTH = struct.Struct("<Q")
+import xxhash
+
+FACTS = struct.Struct("<Q16s")
+CHECK_BYTES = 8
 MAX_FRAME = 1 << 30
 
 
 def send_frame(link: socket.socket, data: bytes) -> None:
-    link.sendall(LENGTH.pack(len(data)) + data)
+    link.sendall(_head(FACTS.pack(len(data), xxhash.xxh3_128_digest(data))) + data)
+
+
+def _head(facts: bytes) -> bytes:
+    return facts + xxhash.xxh3_64_digest(facts)
 
 
 def receive_frame(link: socket.socket, most: int = MAX_FRAME) -> bytes:
-    """The next message. `EOFError` if the other end is gone or it has more than `most` bytes,
-    `TimeoutError` by the socket's timeout."""
-    (length,) = LENGTH.unpack(_exactly(link, LENGTH.size))
+    """The next message. `EOFError` if the other end is gone or it has more than `most` bytes, or
+    others than were sent; `TimeoutError` by the socket's timeout."""
+    head = _exactly(link, FACTS.size + CHECK_BYTES)
+    if head != _head(head[: FACTS.size]):
+        raise EOFError("a message whose head has other bytes than were sent")
+    length, digest = FACTS.unpack_from(head)
     if length > most:
         raise EOFError(f"a message of {length} bytes")
-    return _exactly(link, length)
+    data = _exactly(link, length)
+    if xxhash.xxh3_128_digest(data) != digest:
+        raise EOFError("a message has other bytes than were sent")
+    return data
 
 
 def exchange(

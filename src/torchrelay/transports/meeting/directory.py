@@ -17,11 +17,12 @@ from typing import Annotated, Any
 import msgspec
 import torch
 import torch.distributed as dist
+import xxhash
 from msgspec import Meta
 
 from torchrelay.coordination.group_store import pause_after
 from torchrelay.deadlines import TICK, Deadline
-from torchrelay.errors import PeerLostError, RemoteProtocolError, TransferTimeoutError
+from torchrelay.errors import DigestError, PeerLostError, RemoteProtocolError, TransferTimeoutError
 from torchrelay.memory import threads
 from torchrelay.transports.c10d import ProcessGroup, inside_backend, watch
 from torchrelay.transports.wire import handshake
@@ -35,7 +36,8 @@ _LENGTH = struct.Struct("<H")
 class Identity(msgspec.Struct, array_like=True, frozen=True):
     """How to reach a process and be admitted. A process that has it is trusted as a group member.
 
-    `node` tells the groups of a process apart; the process knows itself by it.
+    `node` tells the groups of a process apart; the process knows itself by it. Behind the fields
+    comes their digest.
     """
 
     version: Annotated[int, Meta(ge=0, le=1 << 16)]
@@ -45,7 +47,7 @@ class Identity(msgspec.Struct, array_like=True, frozen=True):
     token: Key
 
     def encode(self) -> bytes:
-        return msgspec.msgpack.encode(self)
+        return msgspec.msgpack.encode([*msgspec.structs.astuple(self), _digest(self)])
 
     @property
     def address(self) -> NodeAddress:
@@ -56,16 +58,25 @@ class Identity(msgspec.Struct, array_like=True, frozen=True):
         return urlsafe_b64encode(self.encode()).decode()
 
 
+def _digest(identity: Identity) -> bytes:
+    return xxhash.xxh3_128_digest(msgspec.msgpack.encode(identity))
+
+
 _fields = msgspec.msgpack.Decoder(list[Any])
 _identity = msgspec.msgpack.Decoder(Identity)
 
 
 def read_identity(data: bytes, rank: int) -> Identity:
-    """`RemoteProtocolError` for bytes that no process of this version published."""
+    """`RemoteProtocolError` for bytes that no process of this version published, `DigestError` for
+    bytes that changed on their way."""
     try:
-        version = _fields.decode(data)[0]
+        version, *_, digest = _fields.decode(data)
         if version == handshake.VERSION:
-            return _identity.decode(data)
+            found = _identity.decode(data)
+            if digest != _digest(found):
+                text = f"the identity of rank {rank} has other bytes than were published"
+                raise DigestError(f"{text}: check the network", rank=rank)
+            return found
     except (msgspec.MsgspecError, ValueError, LookupError, RecursionError) as fault:
         raise RemoteProtocolError(f"an unreadable identity: {fault}", rank=rank) from None
     raise RemoteProtocolError(
@@ -233,7 +244,7 @@ class MessageDirectory(Directory):
                 return
             try:
                 self.give(rank, from_message(bytes(theirs.tolist()), rank))
-            except RemoteProtocolError as found:
+            except (DigestError, RemoteProtocolError) as found:
                 faults.append(str(found))
 
         # If it does not arrive, the receiver finds out for itself.
