@@ -525,7 +525,7 @@ def test_limits_are_as_described() -> None:
     assert caps["keys of a dict that are not text"].startswith("2^8, or as many as")
     assert probing.FEW == 1 << 8
     tries = caps["tries for a slot, for each key of a dict; for each member of a set"]
-    assert (tries, probing.TRIES) == ("2^6; 2^7", 1 << 6)
+    assert (tries, probing.TRIES) == ("2^7; 2^8", 1 << 7)
     assert (caps["tuples in tuples, in a key or a value"], MAX_NESTED) == ("128", 128)
     assert (caps["bits of a number of a Fraction"], typed.MAX_FRACTION_BITS) == ("2^16", 1 << 16)
 

@@ -456,6 +456,7 @@ def test_keys_of_any_number_are_taken() -> None:
         tuple(range(1, 400_000)),
         tuple(range(100_000)),
         tuple(n << 40 for n in range(100_000)),
+        tuple(n << 43 for n in range(200_000)),
         tuple(-n * 1000 for n in range(100_000)),
         tuple(TupleKey((n, "x")) for n in range(20_000)),
         tuple(TupleKey((n % 141 - 70, n // 141 - 70)) for n in range(20_000)),

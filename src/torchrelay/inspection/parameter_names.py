@@ -34,7 +34,7 @@ def parameter_names(values: Iterable[PlainValue]) -> dict[str, str]:
 
 
 def _unquoted(text: str) -> str:
-    """What a shown value says: a long one is cut, and has no closing quote."""
+    """The text of a shown value. A long one is cut, and has no closing quote."""
     with suppress(ValueError, SyntaxError):
         return str(ast.literal_eval(text))
     return text.lstrip("'\"")

@@ -23,9 +23,9 @@ from torchrelay.errors import ManifestError
 Hashes = np.ndarray[Any, np.dtype[np.uint64]]
 _Slots = np.ndarray[Any, np.dtype[np.int64]]
 
-# Regular numbers, such as multiples of a large power of two, take up to 60 tries for each key of a
+# Regular numbers, such as multiples of a large power of two, take up to 90 tries for each key of a
 # dict, and 105 of a set.
-TRIES = 64
+TRIES = 128
 FEW = 256  # this number of keys costs little even if all of them collide
 _ROUND = 256  # tries that take about as long as the fixed cost of a round
 _SLACK = 1 << 14
