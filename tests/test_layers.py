@@ -16,6 +16,7 @@ PROTOCOL, PROTOCOL_LINES = "transports/protocol/", 399  # read whole before it i
 # Lowest first. A part may import itself, its layer and the layers below it.
 LAYERS: list[set[str]] = [
     {"errors", "version"},
+    {"system"},
     {
         "arguments",
         "deadlines",

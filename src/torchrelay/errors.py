@@ -6,6 +6,7 @@
     │   └── MismatchError              `into=` does not fit what is offered
     ├── UsageError                 ours: invalid arguments, or a closed object
     ├── ResourceError              this process or machine lacks descriptors or memory (an OSError)
+    ├── UnsupportedSystemError     this call needs Linux
     ├── RouteError                 the route that was asked for cannot be taken
     ├── StepMismatchError          the offered step is not the one asked for
     ├── ManifestError              bytes that are not a valid manifest
@@ -86,6 +87,10 @@ class UsageError(RelayError, ValueError):
 class ResourceError(RelayError, OSError):
     """This process or machine has no file descriptor or memory left for the call, and no peer, no
     endpoint and no store is at fault. The message says which limit it was."""
+
+
+class UnsupportedSystemError(RelayError, NotImplementedError):
+    """What was called needs Linux: macOS and Windows read steps. Nothing was done."""
 
 
 class RouteError(RelayError):

@@ -10,6 +10,7 @@ from multiprocessing.util import Finalize
 from typing import Protocol
 
 from torchrelay.errors import UsageError
+from torchrelay.system import in_child
 
 logger = logging.getLogger("torchrelay")
 
@@ -86,4 +87,4 @@ def _detach_all() -> None:
     _open.clear()
 
 
-os.register_at_fork(after_in_child=_detach_all)
+in_child(_detach_all)

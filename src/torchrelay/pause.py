@@ -8,10 +8,11 @@ job cost more than all the rest.
 from __future__ import annotations
 
 import gc
-import os
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+
+from torchrelay.system import in_child
 
 _lock = threading.RLock()
 _inside = 0  # pauses that have begun and not ended, of all threads
@@ -48,4 +49,4 @@ def _forget_in_child() -> None:
     _inside = 0
 
 
-os.register_at_fork(after_in_child=_forget_in_child)
+in_child(_forget_in_child)

@@ -24,6 +24,7 @@ from torchrelay.progress import ProgressCallback, reporter
 from torchrelay.resharding.gather import Gather
 from torchrelay.results import Loaded, Report
 from torchrelay.steps import check_step
+from torchrelay.system import needs_linux
 from torchrelay.transports.meeting.node import Node, node_of
 from torchrelay.transports.protocol.options import ReceiveOptions, SendOptions, TransferCall
 from torchrelay.transports.protocol.receiver import Receiving
@@ -71,6 +72,7 @@ class Relay:
         pool: int | None = None,
         connections: int | None = None,
     ) -> None:
+        needs_linux("Relay")
         if group is None:
             if not dist.is_initialized():
                 raise UsageError(

@@ -19,7 +19,7 @@ from torchrelay.endpoint.server.http.sockets import listen_by_name
 from torchrelay.endpoint.server.program import EndpointProgram
 from torchrelay.keeper.server import messages as k
 from torchrelay.keeper.server.program import KeeperProgram
-from torchrelay.memory.pages import sealed_memory
+from torchrelay.memory.sealed import sealed_memory
 from torchrelay.stores.writer.frames import exchange
 
 TIMEOUT = 30.0

@@ -10,7 +10,7 @@ from torchrelay.endpoint.server.messages import FinishPublish, Listen, Show, Ste
 from torchrelay.endpoint.server.program import TwoSlots
 from torchrelay.endpoint.server.service import Service
 from torchrelay.endpoint.server.step_server import StepServer
-from torchrelay.memory.pages import sealed_memory
+from torchrelay.memory.sealed import sealed_memory
 from torchrelay.sources.access import Access
 
 NBYTES = 1 << 12

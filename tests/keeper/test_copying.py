@@ -15,7 +15,7 @@ from torchrelay.endpoint.server.messages import Show, StepRecord, Volume
 from torchrelay.endpoint.server.snapshots import ServedSnapshot, Slot
 from torchrelay.keeper.choice import KeeperRing
 from torchrelay.keeper.server.replication import CopyThread, WantedCopy
-from torchrelay.memory.pages import sealed_memory
+from torchrelay.memory.sealed import sealed_memory
 from torchrelay.sources import remote_step
 
 NBYTES, CHUNK = 1 << 20, 1 << 16

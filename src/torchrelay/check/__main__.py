@@ -20,6 +20,7 @@ from typing import Any
 from torchrelay.check import report
 from torchrelay.check.ranks import Ranks, launch_of, local_environment, store_here
 from torchrelay.check.run import CheckPlan, check
+from torchrelay.system import needs_linux
 
 ALONE = 2  # processes of a check of one machine
 _LAST_WORDS = 10.0  # seconds for the other process to end
@@ -27,6 +28,7 @@ _LAST_WORDS = 10.0  # seconds for the other process to end
 
 def run(plan: CheckPlan, *, json: bool = False) -> int:
     """Check, print the table on rank 0, and return the exit status."""
+    needs_linux("torchrelay check")
     launch = launch_of(os.environ)
     if launch is None:
         return _run_alone(plan, json)

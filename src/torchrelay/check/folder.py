@@ -4,7 +4,6 @@ writes are durable, and listings are current."""
 from __future__ import annotations
 
 import errno
-import fcntl
 import os
 import shutil
 import time
@@ -13,6 +12,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from torchrelay import system
 from torchrelay.check.ranks import Ranks
 from torchrelay.check.report import Finding, Verdict
 
@@ -243,6 +243,7 @@ def _sync(place: Path) -> None:
 
 def _lock(place: Path) -> None:
     """A lock that a second descriptor does not get."""
+    fcntl: Any = system.fcntl
     first, second = os.open(place, os.O_RDONLY), os.open(place, os.O_RDONLY)
     try:
         fcntl.flock(first, fcntl.LOCK_EX | fcntl.LOCK_NB)

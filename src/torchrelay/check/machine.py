@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import platform
-import resource
 import socket
 from collections.abc import Sequence
 from contextlib import suppress
@@ -51,8 +50,8 @@ def facts(local: int) -> dict[str, Any]:
         "gpus": torch.cuda.device_count() if cuda else 0,
         "local": local,
         "shm": _space("/dev/shm"),
-        "memlock": _limit(resource.RLIMIT_MEMLOCK),
-        "descriptors": _limit(resource.RLIMIT_NOFILE),
+        "memlock": _limit("RLIMIT_MEMLOCK"),
+        "descriptors": _limit("RLIMIT_NOFILE"),
         "memory": _memory(),
         "cgroup": _cgroup(),
     }
@@ -207,8 +206,10 @@ def _space(path: str) -> int | None:
     return found.f_frsize * found.f_blocks
 
 
-def _limit(which: int) -> int | None:
-    soft, _ = resource.getrlimit(which)
+def _limit(name: str) -> int | None:
+    import resource  # Windows has none
+
+    soft, _ = resource.getrlimit(getattr(resource, name))
     return None if soft == resource.RLIM_INFINITY or soft > _ENDLESS else soft
 
 

@@ -34,6 +34,7 @@ from torchrelay.stores.locate import open_store
 from torchrelay.stores.retry import Retry
 from torchrelay.stores.seam import Store
 from torchrelay.stores.shares.layout import FILE_BYTES
+from torchrelay.system import needs_linux
 
 if TYPE_CHECKING:
     from torchrelay.keeper.front import Keeper
@@ -155,6 +156,7 @@ class Checkpointer:
         the `Pending` is raised by the next call or by `close` ("raise"), or is only logged and
         counted in `failures` ("warn").
         """
+        needs_linux("save_async")
         with self._exclusive(writes=True):
             _check_choice("on_busy", on_busy, ("wait", "skip"))
             _check_choice("on_error", on_error, ("raise", "warn"))

@@ -6,10 +6,12 @@ import argparse
 import sys
 
 from torchrelay.demo.job import SMALL, Settings
+from torchrelay.system import needs_linux
 
 
 def run(*, small: bool = False) -> int:
     """Run the demo on this terminal; returns the exit code."""
+    needs_linux("the demo")
     try:
         from rich.console import Console
     except ImportError:

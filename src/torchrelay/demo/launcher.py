@@ -82,12 +82,12 @@ class Launcher:
                 found.append(Heard(rank, word, when, value))
         return found
 
-    def kill(self, rank: int, number: int = signal.SIGKILL) -> None:
-        """Send a worker a signal."""
+    def kill(self, rank: int, number: int | None = None) -> None:
+        """Send a worker a signal: SIGKILL, if no other is given."""
         pid = self._processes[rank].pid
         if pid is not None:
             with suppress(ProcessLookupError):
-                os.kill(pid, number)
+                os.kill(pid, signal.SIGKILL if number is None else number)
 
     def kill_keeper(self, host: str) -> None:
         if host in self.keepers:

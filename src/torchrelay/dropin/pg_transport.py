@@ -22,6 +22,7 @@ from torchrelay.memory.gpu.side import settle
 from torchrelay.memory.uninterrupted import hurried
 from torchrelay.relay import Relay
 from torchrelay.state.tensors import device_backends
+from torchrelay.system import needs_linux
 from torchrelay.transports.c10d import watch
 from torchrelay.transports.meeting.directory import directory_of
 from torchrelay.transports.protocol.options import ReceiveOptions, TransferCall
@@ -54,6 +55,7 @@ class PGTransport:
         *,
         protocol: Literal["relay", "torch"] = "relay",
     ) -> None:
+        needs_linux("PGTransport")
         if protocol not in ("relay", "torch"):
             raise UsageError(f'protocol is "relay" or "torch", not {protocol!r}')
         check_group(pg)

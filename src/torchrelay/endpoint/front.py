@@ -18,6 +18,7 @@ from torchrelay.errors import RelayError, UsageError
 from torchrelay.owner import close_at_exit
 from torchrelay.pending import Pending
 from torchrelay.sources.access import Access
+from torchrelay.system import needs_linux
 
 
 class Endpoint:
@@ -101,6 +102,7 @@ def serve(
 
     A context manager; `close` ends the server process and frees the memory.
     """
+    needs_linux("serve")
     ranks = Coordinator.of(group, "endpoint")
     with ranks.joining():
         seconds = seconds_of(timeout)

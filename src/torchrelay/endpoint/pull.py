@@ -26,6 +26,7 @@ from torchrelay.sources.endpoint import EndpointSource
 from torchrelay.sources.places import Place, as_source
 from torchrelay.sources.seam import Source
 from torchrelay.steps import check_step
+from torchrelay.system import needs_linux
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -109,6 +110,7 @@ def pull(
     seeding = newer = on_device = None
     on_gpu = same_host and wants_gpu(into, landing)
     if reshare:
+        needs_linux("pull(reshare=True)")
         if not isinstance(origin, EndpointSource):
             raise UsageError(f"reshare=True is for endpoints and live ranks, not {origin.name}")
         # The progress is that of what is fetched, not of what is landed from there.

@@ -20,9 +20,8 @@ _LARGE_BYTES = 1 << 18
 
 # `ctypes.memmove` lets other threads run during the copy. For a short one that costs more than the
 # copy itself: with a busy thread around, each call may wait for a whole switch interval.
-_move_short = ctypes.PyDLL(None).memmove
-_move_short.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
-_move_short.restype = None
+_held = ctypes.PYFUNCTYPE(None, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
+_move_short = ctypes.cast(ctypes.memmove, _held)
 
 
 class Runs:

@@ -24,6 +24,7 @@ from torchrelay.record.schema import VolumeRecord
 from torchrelay.stores.local.files import atomic_file, through
 from torchrelay.stores.safetensors import DTYPES, METADATA
 from torchrelay.stores.shares.layout import Entry, arrange
+from torchrelay.system import read_at
 
 MAX_HEADER_BYTES = 100_000_000  # the library's own limit
 _MAX_DIMS = 64
@@ -63,7 +64,7 @@ class SafetensorsSource:
         self.contents = Contents(None, 1, tensors, (VolumeRecord(Path(path).name, size),))
 
     def read_into(self, volume: int, start: int, view: memoryview) -> None:
-        if not through(os.preadv, self._file.fileno(), view, start):
+        if not through(read_at, self._file.fileno(), view, start):
             raise DamagedError("the file was cut short while it was read", file=self.name)
 
     def verify(self, progress: ProgressCallback) -> str:

@@ -26,6 +26,7 @@ from torchrelay.sources.access import Access
 from torchrelay.sources.endpoint import EndpointSource
 from torchrelay.stores.shares.planner import PlannedShare
 from torchrelay.stores.shares.share import Share
+from torchrelay.system import needs_linux
 
 
 class _Present(msgspec.Struct, array_like=True):
@@ -94,6 +95,7 @@ class Keeper:
         access: Access | None = None,
         timeout: Timeout = 300.0,
     ) -> None:
+        needs_linux("Keeper")
         self._all = Coordinator.of(group, "keeper")
         with self._all.joining():
             self._timeout = seconds_of(timeout)

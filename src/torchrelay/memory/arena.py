@@ -17,7 +17,9 @@ import torch
 
 from torchrelay.memory.crew import share_out
 from torchrelay.memory.free import check_free
-from torchrelay.memory.pages import HUGE_PAGE, allocate, reserve, sealed_memory, side_by_side
+from torchrelay.memory.pages import HUGE_PAGE, allocate, private_memory, reserve, side_by_side
+from torchrelay.memory.sealed import sealed_memory
+from torchrelay.system import LINUX
 
 LEAST_PART = 64 << 20  # bytes of a memfd, if there are several
 MOST_PARTS = 128  # the kernel passes on 253 descriptors at a time
@@ -26,8 +28,9 @@ MOST_PARTS = 128  # the kernel passes on 253 descriptors at a time
 class Arena:
     """`nbytes` of shared memory; `MemoryError` if there is none. Freed by `close`.
 
-    It is one range here, of at most `parts` files (`fds`) that have `each` bytes of it. Without
-    `populate` it has no pages yet: call `reserve` for a range before writing to it.
+    It is one range here, of at most `parts` files (`fds`) that have `each` bytes of it. Systems
+    other than Linux have no such files: the memory is this process's alone there, and `fds` is
+    empty. Without `populate` it has no pages yet: call `reserve` for a range before writing to it.
     """
 
     def __init__(
@@ -42,9 +45,12 @@ class Arena:
         parts = max(1, min(parts, nbytes // LEAST_PART, MOST_PARTS))
         self.each = -(-nbytes // parts // HUGE_PAGE) * HUGE_PAGE if parts > 1 else nbytes
         try:
-            for at in range(0, nbytes, self.each):
-                self.fds.append(sealed_memory(min(self.each, nbytes - at)))
-            self._map = side_by_side(self.fds, self.each, nbytes)
+            if LINUX:
+                for at in range(0, nbytes, self.each):
+                    self.fds.append(sealed_memory(min(self.each, nbytes - at)))
+                self._map = side_by_side(self.fds, self.each, nbytes)
+            else:
+                self._map = private_memory(nbytes)
         except (OSError, ValueError, OverflowError) as fault:
             self.close()
             raise MemoryError(f"no arena of {nbytes} bytes: {fault}") from None

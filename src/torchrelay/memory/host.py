@@ -13,7 +13,7 @@ from contextlib import suppress
 import torch
 
 from torchrelay.memory.free import check_free
-from torchrelay.memory.pages import HUGE_PAGE
+from torchrelay.memory.pages import HUGE_PAGE, private_memory
 
 
 def host_block(nbytes: int) -> torch.Tensor:
@@ -23,7 +23,7 @@ def host_block(nbytes: int) -> torch.Tensor:
     check_free(nbytes)
     try:
         size = -(-nbytes // HUGE_PAGE) * HUGE_PAGE
-        block = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        block = private_memory(size)
     except OSError as fault:
         raise MemoryError(str(fault)) from None
     if hasattr(mmap, "MADV_HUGEPAGE"):

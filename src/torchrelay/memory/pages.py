@@ -9,15 +9,16 @@ from __future__ import annotations
 
 import ctypes
 import errno
-import fcntl
 import mmap
 import os
 import threading
 import time
 from collections.abc import Sequence
+from typing import Any
 
 from torchrelay.memory.crew import share_out
 from torchrelay.memory.free import check_free
+from torchrelay.system import LINUX, c_library
 
 HUGE_PAGE = 2 << 20
 PAGE = mmap.PAGESIZE
@@ -31,8 +32,7 @@ _FIXED, NO_RESERVE = 0x10, 0x4000  # MAP_FIXED, MAP_NORESERVE
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # of mallopt(3)
 _RETURNED = 16 << 10  # bytes from which libc maps a block of its own and unmaps it when freed
 
-_libc = ctypes.CDLL(None, use_errno=True)
-_libc.mmap.restype = ctypes.c_void_p
+_libc: Any = c_library()
 
 
 def return_freed_memory(nbytes: int = _RETURNED) -> None:
@@ -59,12 +59,7 @@ class Mapping:
     def __init__(self, nbytes: int) -> None:
         check_free(nbytes)
         try:
-            # Python's own default is shared: not given back in parts, and not copied by a fork.
-            self._map = mmap.mmap(
-                -1,
-                paged(nbytes) + HUGE_PAGE,
-                flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS,
-            )
+            self._map = private_memory(paged(nbytes) + HUGE_PAGE)
         except (OSError, ValueError, OverflowError) as fault:
             raise MemoryError(f"no {nbytes} bytes of memory: {fault}") from None
         self.address = -(-address_of(self._map) // HUGE_PAGE) * HUGE_PAGE
@@ -76,11 +71,20 @@ def address_of(buffer: mmap.mmap | memoryview) -> int:
     return ctypes.addressof(ctypes.c_char.from_buffer(buffer))
 
 
+def private_memory(nbytes: int) -> mmap.mmap:
+    """Fresh memory of this process alone."""
+    if not hasattr(mmap, "MAP_PRIVATE"):  # Windows
+        return mmap.mmap(-1, nbytes)
+    # Python's own default is shared: not given back in parts, and not copied by a fork.
+    return mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+
+
 def side_by_side(files: Sequence[int], each: int, nbytes: int) -> mmap.mmap:
     """Files of memory, `each` bytes of one, as one range of `nbytes`; `OSError` if that cannot be.
 
     Unmapped with the object.
     """
+    _libc.mmap.restype = ctypes.c_void_p
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | NO_RESERVE
     whole = mmap.mmap(-1, nbytes, flags=flags)
     address = address_of(whole)
@@ -97,19 +101,6 @@ def side_by_side(files: Sequence[int], each: int, nbytes: int) -> mmap.mmap:
         if code != address + at:
             raise OSError(ctypes.get_errno(), "memory cannot be mapped")
     return whole
-
-
-def sealed_memory(nbytes: int) -> int:
-    """A descriptor of memory that others may map, and that stays as large as it is: touching what
-    was cut off would end their processes. It has no pages yet."""
-    fd = os.memfd_create("torchrelay-arena", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-    try:
-        os.ftruncate(fd, nbytes)
-        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_SEAL)
-    except BaseException:
-        os.close(fd)
-        raise
-    return fd
 
 
 def reserve(file: int, nbytes: int, start: int = 0) -> None:
@@ -207,7 +198,9 @@ def populate(address: int, nbytes: int, threads: int) -> None:
 
 
 def _advise(address: int, nbytes: int, advice: int) -> int:
-    """0, or the number of an error."""
+    """0, or the number of an error. Advice has other numbers on other systems, which get none."""
+    if not LINUX:
+        return errno.EINVAL
     low = address - address % PAGE
     size = address + nbytes - low
     failed = _libc.madvise(ctypes.c_void_p(low), ctypes.c_size_t(size), advice)

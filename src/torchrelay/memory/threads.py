@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable
 from contextlib import suppress
 
 from torchrelay.deadlines import wait_until_set
+from torchrelay.system import in_child
 
 KEPT_SECONDS = 60.0  # that a thread waits for more to do before it ends
 IDLE = "torchrelay-idle"
@@ -134,5 +135,4 @@ def _forget() -> None:
     _idle.clear()
 
 
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_forget)
+in_child(_forget)

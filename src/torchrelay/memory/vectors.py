@@ -20,6 +20,7 @@ import numpy as np
 
 from torchrelay.geometry.runs import Moves, copy_one_by_one
 from torchrelay.memory.crew import share_out
+from torchrelay.system import c_library
 
 PIECE = 8 << 20  # bytes of one call: large, because each may wait for the interpreter's lock
 MOST_VECTORS = 1024  # that the kernel takes in one call
@@ -28,8 +29,7 @@ _GAP = 1024  # bytes between pieces that cost less than a piece of its own. Less
 _LONG = 64 << 10  # bytes from which a memcpy of its own is as fast
 
 _nowhere = ctypes.create_string_buffer(_GAP)
-_libc = ctypes.CDLL(None, use_errno=True)
-_readv = getattr(_libc, "process_vm_readv", None)  # Linux has it
+_readv = getattr(c_library(), "process_vm_readv", None)  # Linux has it
 if _readv is not None:
     _readv.restype = ctypes.c_ssize_t
     _readv.argtypes = (

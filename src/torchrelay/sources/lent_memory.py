@@ -8,7 +8,6 @@ is not written to, whatever is published: everything that is read belongs to one
 
 from __future__ import annotations
 
-import fcntl
 import os
 import socket
 import threading
@@ -20,6 +19,7 @@ import msgspec
 
 from torchrelay.machine import machine
 from torchrelay.memory.pages import MappedRange
+from torchrelay.memory.sealed import keeps_size
 from torchrelay.stores.local.files import through
 from torchrelay.stores.seam import DataReader
 from torchrelay.stores.writer.frames import receive_frame, send_frame
@@ -149,8 +149,7 @@ class LentMemory:
 def _volumes(fds: list[int], slots: list[LeasedSlot]) -> Iterator[tuple[str, MappedReader]]:
     """The volumes by name. The memory is as large as the lease says, and stays so."""
     for fd, slot in zip(fds, slots, strict=True):
-        sealed = fcntl.fcntl(fd, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK
-        if not sealed or os.fstat(fd).st_size < slot.nbytes:
+        if not keeps_size(fd) or os.fstat(fd).st_size < slot.nbytes:
             raise OSError("the descriptor is not of sealed memory of that size")
         for name, (start, nbytes) in slot.volumes.items():
             if start + nbytes > slot.nbytes:

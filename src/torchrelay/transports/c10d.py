@@ -9,7 +9,6 @@ breaks.
 from __future__ import annotations
 
 import atexit
-import os
 import threading
 import weakref
 from collections.abc import Callable, Iterator
@@ -20,6 +19,7 @@ from typing import Any, Protocol
 import torch
 
 from torchrelay.memory import threads
+from torchrelay.system import in_child
 
 FOREVER = timedelta(days=365)
 _LAST_TAG = (1 << 31) - 1  # of a message that never comes
@@ -59,7 +59,7 @@ def _forget_in_child() -> None:
     _groups.clear()
 
 
-os.register_at_fork(after_in_child=_forget_in_child)
+in_child(_forget_in_child)
 
 
 @contextmanager

@@ -31,6 +31,7 @@ from torchrelay.sources.device_source import NAME as CUDA_IPC
 from torchrelay.sources.device_source import DeviceLentStep
 from torchrelay.sources.endpoint import EndpointSource
 from torchrelay.steps import check_step
+from torchrelay.system import needs_linux
 from torchrelay.weights.device_updates import DeviceUpdates
 from torchrelay.weights.following import NewestStep, Publisher, StepIdentity, publisher
 from torchrelay.weights.mirror import Mirror
@@ -249,5 +250,6 @@ def subscribe(
     - `strict`: refuse steps that have missing or unexpected paths.
     - `timeout` bounds each call.
     """
+    needs_linux("subscribe")
     request = LoadRequest(into, key=key, include=include, strict=strict)
     return Subscription(source, request, access, group, same_host, timeout)

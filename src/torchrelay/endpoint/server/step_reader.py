@@ -15,6 +15,7 @@ from torchrelay.sources.access import Access
 from torchrelay.sources.connection import Host
 from torchrelay.sources.remote_step import RemoteReader, Supplier, Suppliers
 from torchrelay.stores.local.files import through
+from torchrelay.system import read_at
 
 if TYPE_CHECKING:
     from torchrelay.inspection.seam import Contents
@@ -77,7 +78,7 @@ class StepReader:
         found, rank = whole.volumes[volume], whole.places[volume]
         if found.name in self._files:
             fd, first = self._files[found.name]
-            if not through(os.preadv, fd, view, first + start):
+            if not through(read_at, fd, view, first + start):
                 raise EndpointError(f"{found.name} ends before byte {start + view.nbytes}")
             return
         deadline = Deadline(REMOTE_SECONDS)

@@ -25,7 +25,8 @@ from torchrelay.errors import RelayError
 from torchrelay.keeper.choice import KeeperRing
 from torchrelay.keeper.server.messages import HeldStep, KeeperReport
 from torchrelay.keeper.server.retention import OWN, Retention
-from torchrelay.memory.pages import reserve, sealed_memory
+from torchrelay.memory.pages import reserve
+from torchrelay.memory.sealed import sealed_memory
 from torchrelay.sources.access import Access
 from torchrelay.sources.remote_step import digest_of
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import errno
-import fcntl
 import os
 import stat
 import uuid
@@ -14,12 +13,23 @@ from pathlib import Path
 from typing import BinaryIO
 
 from torchrelay.stores.seam import Buffer
+from torchrelay.system import (
+    AT_ONCE,
+    BINARY,
+    DIRECTORIES_OPEN,
+    DIRECTORY,
+    NO_FOLLOW,
+    c_library,
+    fcntl,
+    sync,
+    write_at,
+)
 
 _WRITE_OUT = 2  # SYNC_FILE_RANGE_WRITE
 _EXCHANGE = 2  # RENAME_EXCHANGE
 _AT_FDCWD = -100
 
-_libc = ctypes.CDLL(None, use_errno=True)
+_libc = c_library()
 
 
 def through(
@@ -43,15 +53,15 @@ class Files:
         Path(path).mkdir()
 
     def create(self, path: str) -> int:
-        return os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+        return os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | BINARY, 0o666)
 
     def reopen(self, path: str) -> int:
         """Open a file that was created here, to write more of it."""
-        return os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
+        return os.open(path, os.O_RDWR | NO_FOLLOW | BINARY)
 
     def write(self, fd: int, data: Buffer, position: int) -> None:
         """All of the data, however many calls that takes."""
-        if not through(os.pwritev, fd, memoryview(data).cast("B"), position):
+        if not through(write_at, fd, memoryview(data).cast("B"), position):
             raise OSError(errno.EIO, "nothing was written")
 
     def write_out(self, fd: int, position: int, nbytes: int) -> None:
@@ -61,7 +71,7 @@ class Files:
             sync(fd, ctypes.c_int64(position), ctypes.c_int64(nbytes), ctypes.c_uint(_WRITE_OUT))
 
     def sync(self, fd: int) -> None:
-        os.fsync(fd)
+        sync(fd)
 
     def rename(self, old: str, new: str) -> None:
         Path(old).rename(new)
@@ -90,7 +100,9 @@ class Files:
 
     def sync_dir(self, path: str) -> None:
         """Make what was created, renamed or removed in a directory last."""
-        fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        if not DIRECTORIES_OPEN:
+            return
+        fd = os.open(path, os.O_RDONLY | DIRECTORY)
         try:
             self.sync(fd)
         except OSError as fault:
@@ -105,9 +117,13 @@ class Files:
         try:
             self.sync_dir(str(Path(path).parent))
         except PermissionError:
-            fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+            sync_all = getattr(_libc, "syncfs", None)
+            if sync_all is None:
+                os.sync()
+                return
+            fd = os.open(path, os.O_RDONLY)
             try:
-                if _libc.syncfs(fd) != 0:
+                if sync_all(fd) != 0:
                     code = ctypes.get_errno()
                     raise OSError(code, os.strerror(code), path) from None
             finally:
@@ -123,7 +139,7 @@ def atomic_file(path: Path) -> Iterator[BinaryIO]:
         with temporary.open("xb") as file:
             yield file
             file.flush()
-            os.fsync(file.fileno())
+            sync(file.fileno())
         temporary.replace(path)
         Files().sync_name(str(path))
     finally:
@@ -135,9 +151,9 @@ def open_plain(path: str, within: int | None) -> int:
 
     Whatever else has its name is refused, without a wait for whoever may write to it.
     """
-    flags = os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
+    flags = os.O_RDONLY | AT_ONCE | BINARY
     try:
-        fd = os.open(Path(path).name, flags, dir_fd=within)
+        fd = os.open(path if within is None else Path(path).name, flags, dir_fd=within)
     except OSError as fault:
         fault.filename = path
         raise
@@ -163,7 +179,9 @@ def lock(path: str) -> int | None:
 
     `NotADirectoryError` for a link to one; `OSError` where the file system has no such locks.
     """
-    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    if fcntl is None:
+        raise OSError(errno.ENOTSUP, "this system has no such locks", path)
+    fd = os.open(path, os.O_RDONLY | DIRECTORY | NO_FOLLOW)
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:

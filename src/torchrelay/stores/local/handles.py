@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import errno
-import resource
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
 from typing import Generic, Protocol, TypeVar
+
+from torchrelay.system import most_open_files
 
 OPEN_FILES = 128
 SHARE = 4  # we open at most a quarter of the files that this process may open
@@ -31,9 +32,9 @@ class Handles(Generic[File]):
         self._files: OrderedDict[Hashable, File] = OrderedDict()
         self._users: dict[Hashable, int] = {}
         self._lock = threading.Lock()
-        may_open, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        may_open = most_open_files()
         self._most = OPEN_FILES
-        if may_open != resource.RLIM_INFINITY:
+        if may_open is not None:
             self._most = max(1, min(OPEN_FILES, may_open // SHARE))
 
     @contextmanager

@@ -17,8 +17,9 @@ import msgspec
 from torchrelay.stores.local.files import Files
 from torchrelay.stores.local.step import read_manifest
 from torchrelay.stores.seam import DATA_NAME, MANIFEST
+from torchrelay.system import DIRECTORY, NO_FOLLOW
 
-_DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+_DIRECTORY = os.O_RDONLY | DIRECTORY | NO_FOLLOW
 
 logger = logging.getLogger("torchrelay")
 

@@ -21,6 +21,7 @@ from torchrelay.stores.local.files import named, open_plain, through
 from torchrelay.stores.local.handles import Handles
 from torchrelay.stores.retry import ONCE, Retry
 from torchrelay.stores.seam import MANIFEST, MAX_MANIFEST_BYTES, DataReader
+from torchrelay.system import DIRECTORIES_OPEN, DIRECTORY, LINUX, c_library, read_at
 
 PAGE = 4096  # alignment of reads past the page cache
 PROBES = 16  # positions of a file that are looked for in the page cache
@@ -29,7 +30,7 @@ _NO_WAIT: int = getattr(os, "RWF_NOWAIT", 0)
 _TMPFS = 0x01021994
 
 _Stamp = tuple[int, int, int, int]
-_libc = ctypes.CDLL(None, use_errno=True)
+_libc = c_library()
 
 
 class LocalStep:
@@ -47,7 +48,7 @@ class LocalStep:
         return self._directory.patience(lambda: read_manifest(self._directory.fd, self.url))
 
     def sizes(self) -> dict[str, int]:
-        return self._directory.patience(lambda: data_sizes(self._directory.fd))
+        return self._directory.patience(lambda: data_sizes(self._directory.place))
 
     def reader(self, name: str, *, once: bool = True) -> LocalReader:
         key = (name, once)
@@ -96,6 +97,8 @@ class LocalReader(DataReader):
     def _is_out_of_cache(self, fd: int) -> bool:
         """Whether most of the file is not in the page cache. A probe has the kernel read ahead
         there, so the next look probes at other positions."""
+        if not _NO_WAIT:  # nor a way to read past it
+            return False
         misses = 0
         for probe in range(PROBES):
             position = int(self.nbytes * (probe + random()) / PROBES)
@@ -155,22 +158,29 @@ class _Directory:
 
     def __init__(self, path: str, patience: Retry) -> None:
         self.patience = patience
+        self._path = path
         self.files: Handles[_File] = Handles()
-        self.fd = -1
-        self.fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        self.fd: int | None = None
+        if DIRECTORIES_OPEN:
+            self.fd = os.open(path, os.O_RDONLY | DIRECTORY)
+
+    @property
+    def place(self) -> int | str:
+        """The directory, whatever its name is by now; its path where a system opens none."""
+        return self._path if self.fd is None else self.fd
 
     def close(self) -> None:
         self.files.close()
-        fd, self.fd = self.fd, -1  # forgotten first: no descriptor is closed twice
-        if fd >= 0:
+        fd, self.fd = self.fd, None  # forgotten first: no descriptor is closed twice
+        if fd is not None:
             os.close(fd)
 
     def __del__(self) -> None:
         self.close()
 
 
-def read_manifest(directory: int, url: str) -> bytes:
-    """The commit record in a directory that is open."""
+def read_manifest(directory: int | None, url: str) -> bytes:
+    """The commit record in a directory that is open, or by its path alone."""
     path = f"{url}/{MANIFEST}"
     with named(path), closing(_File(open_plain(path, directory))) as file:
         nbytes = os.fstat(file.fd).st_size
@@ -200,12 +210,14 @@ def _stamp(fd: int) -> _Stamp:
 
 def _is_tmpfs(fd: int) -> bool:
     """Whether a file is in memory: on /dev/shm, for example."""
+    if not LINUX:  # which have a larger record
+        return False
     facts = (ctypes.c_long * 64)()
     return _libc.fstatfs(fd, facts) == 0 and facts[0] == _TMPFS
 
 
 def _read_whole(fd: int, path: str, position: int, view: memoryview) -> None:
-    if not through(os.preadv, fd, view, position):
+    if not through(read_at, fd, view, position):
         raise EOFError(f"{path} ends before byte {position + len(view)}")
 
 

@@ -6,18 +6,21 @@ loopback. Where gloo connects two ranks, so do connections that are made like th
 
 from __future__ import annotations
 
-import fcntl
 import ipaddress
 import os
 import socket
 import struct
 from collections.abc import Iterator
 from contextlib import suppress
+from typing import Any
+
+from torchrelay import system
 
 SETTING = "GLOO_SOCKET_IFNAME"
 _SIOCGIFADDR = 0x8915  # Linux: an interface's IPv4 address
 _NAME_BYTES = 15
 _BACKLOG = 256
+_fcntl: Any = system.fcntl
 
 
 def listen_here() -> socket.socket:
@@ -50,7 +53,7 @@ def _of_interface(name: str) -> Iterator[tuple[socket.AddressFamily, str]]:
         return  # none has such a name, and its first bytes may be the name of another
     with suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         request = struct.pack("256s", name.encode())
-        found = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, request)
+        found = _fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, request)
         yield socket.AF_INET, socket.inet_ntoa(found[20:24])
     with suppress(OSError), open("/proc/net/if_inet6") as lines:
         for line in lines:

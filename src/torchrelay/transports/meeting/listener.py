@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
 import socket
 import threading
 import weakref
@@ -18,6 +17,7 @@ from typing import Any, Protocol
 
 from torchrelay.errors import UsageError
 from torchrelay.shortage import raise_shortage
+from torchrelay.system import in_child
 from torchrelay.transports.meeting.addresses import listen_here
 from torchrelay.transports.meeting.connection import close_in_child, note_open
 from torchrelay.transports.wire import handshake
@@ -139,4 +139,4 @@ def _forget_in_child() -> None:
     close_in_child()
 
 
-os.register_at_fork(after_in_child=_forget_in_child)
+in_child(_forget_in_child)

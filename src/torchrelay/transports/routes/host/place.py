@@ -9,7 +9,6 @@ peer that lies gains nothing: it cannot have this process read itself, or a thir
 from __future__ import annotations
 
 import errno
-import fcntl
 import mmap
 import os
 import stat
@@ -24,12 +23,12 @@ import torch
 
 from torchrelay.machine import machine
 from torchrelay.memory.gpu.side import in_use
+from torchrelay.memory.sealed import keeps_bytes, memory_file, seal
 from torchrelay.memory.vectors import OtherMemoryError, read_bytes
 from torchrelay.transports.wire.messages import Place
 
 _NAME = "torchrelay-claim"
 _CLAIM = struct.Struct("<II16s")  # owner, reader, transfer
-_SEALS = fcntl.F_SEAL_WRITE | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 
 
 @cache
@@ -91,11 +90,9 @@ class Proof:
     """
 
     def __init__(self, claim: bytes) -> None:
-        if not hasattr(os, "memfd_create"):
-            raise OSError(errno.ENOSYS, "this system has no memfd_create")
-        self._fd = os.memfd_create(_NAME, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        self._fd = memory_file(_NAME)
         os.write(self._fd, claim)
-        fcntl.fcntl(self._fd, fcntl.F_ADD_SEALS, _SEALS)
+        seal(self._fd)
         self._map = mmap.mmap(self._fd, len(claim), prot=mmap.PROT_READ)
         address = np.frombuffer(self._map, np.uint8).ctypes.data
         self.process = Process(os.getpid(), self._fd, address)
@@ -129,7 +126,7 @@ def cannot_open(process: Process, claim: bytes) -> str:
         return "the sender names this process itself"
     try:
         with open(open_memfd(process, process.fd, os.O_RDONLY), "rb", buffering=0) as file:
-            sealed = fcntl.fcntl(file, fcntl.F_GET_SEALS) & _SEALS == _SEALS
+            sealed = keeps_bytes(file.fileno())
             found = file.read(len(claim) + 1)
         user = _users(process.pid)
     except OSError as fault:
@@ -157,7 +154,7 @@ def open_memfd(process: Process, fd: int, flags: int) -> int:
 @cache
 def _memfd_device() -> int:
     """The device that every memfd of this machine is on, and nothing else."""
-    fd = os.memfd_create(_NAME, os.MFD_CLOEXEC)
+    fd = memory_file(_NAME)
     try:
         return os.fstat(fd).st_dev
     finally:

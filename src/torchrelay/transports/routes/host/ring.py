@@ -8,7 +8,6 @@ sides, and copies to and from the device go straight through it.
 
 from __future__ import annotations
 
-import fcntl
 import itertools
 import mmap
 import os
@@ -27,6 +26,7 @@ from torchrelay.memory.arena import Arena, register, unregister
 from torchrelay.memory.gpu.side import in_use, on_side_stream
 from torchrelay.memory.pages import paged
 from torchrelay.memory.pool import cores
+from torchrelay.memory.sealed import keeps_size
 from torchrelay.plan.snapshot import Sendable
 from torchrelay.transports.resources import Resource
 from torchrelay.transports.routes.host.place import Process, open_memfd
@@ -152,7 +152,7 @@ class MappedRing:
         try:
             if os.fstat(fd).st_size < nbytes:
                 raise OSError("the ring is smaller than it should be")
-            if not fcntl.fcntl(fd, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK:
+            if not keeps_size(fd):
                 raise OSError("the ring may become smaller while it is in use")
             self.tensor = torch.frombuffer(mmap.mmap(fd, nbytes), dtype=torch.uint8)
         finally:
