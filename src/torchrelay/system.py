@@ -34,7 +34,7 @@ DIRECTORIES_OPEN = (
 BINARY: int = getattr(os, "O_BINARY", 0)  # without it, Windows changes the ends of lines
 DIRECTORY: int = getattr(os, "O_DIRECTORY", 0)
 NO_FOLLOW: int = getattr(os, "O_NOFOLLOW", 0)
-# A file that is no plain one is opened without a wait, and becomes nobody's terminal.
+# A pipe or a terminal under the name of a file is opened without a wait, and controls nothing.
 AT_ONCE: int = getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_NOCTTY", 0)
 
 
@@ -88,7 +88,7 @@ write_at: _Transfer = getattr(os, "pwritev", _write_after_seek)
 
 
 def most_open_files() -> int | None:
-    """How many files this process may have open; None where there is no limit, or none is known."""
+    """How many files this process may have open; None without a limit, or where none is known."""
     try:
         import resource
     except ImportError:

@@ -155,7 +155,6 @@ def _share_a_device() -> None:
         rank: int,
         size: int,
         timeout: Any = timedelta(minutes=30),
-        *others: Any,
         **named: Any,
     ) -> None:
         if isinstance(timeout, timedelta):
@@ -163,9 +162,13 @@ def _share_a_device() -> None:
                 shared.append(dist.ProcessGroupGloo.create_default_device())
             options = dist.ProcessGroupGloo._Options()
             options._devices, options._timeout = shared, timeout
+            # Later releases pass more, which belongs to the options here.
+            for name, value in named.items():
+                if hasattr(options, name):
+                    setattr(options, name, value)
+            stock(self, store, rank, size, options)
         else:
-            options = timeout
-        stock(self, store, rank, size, options, *others, **named)
+            stock(self, store, rank, size, timeout, **named)
 
     dist.ProcessGroupGloo.__init__ = init  # type: ignore[method-assign]
 

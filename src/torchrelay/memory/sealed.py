@@ -41,12 +41,12 @@ def keeps_size(fd: int) -> bool:
 
 
 def seal(fd: int) -> None:
-    """Nobody changes this file any more."""
+    """No process can change this file from now on."""
     _fcntl.fcntl(fd, _fcntl.F_ADD_SEALS, _all_seals())
 
 
 def keeps_bytes(fd: int) -> bool:
-    """Whether nobody can change a file of memory."""
+    """Whether no process can change a file of memory."""
     return bool(_fcntl.fcntl(fd, _fcntl.F_GET_SEALS) & _all_seals() == _all_seals())
 
 
