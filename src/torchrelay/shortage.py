@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import errno
 import os
-import resource
 import socket
 
 from torchrelay.errors import ResourceError
+from torchrelay.system import most_open_files
 
 _KERNEL = "the kernel has no memory for it: free memory, or see `dmesg`"
 _CAUSES = {
@@ -32,7 +32,7 @@ def shortage(fault: BaseException) -> ResourceError | None:
     if isinstance(fault, socket.gaierror) or number == errno.EBUSY:
         number = _no_descriptor()
     if number == errno.EMFILE:
-        most, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        most = most_open_files()
         cause = (
             f"this process may have {most} files open, and has: raise the limit (ulimit -n), or "
             "close files"

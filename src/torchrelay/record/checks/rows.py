@@ -21,7 +21,8 @@ from torchrelay.record.schema import ImageKind, LeafKind, MeshSharding, Record, 
 MAX_MORE_DIMS = 1 << 19  # of all tensors, beyond `_DIMS` of each: each costs time and memory
 _DIMS = 8
 _TOO_MUCH = 1 << 61  # so that sums of larger numbers stay in 64 bits
-_REAL = ("float", "bfloat", "complex", "bcomplex")  # how the names of dtypes start that have gradients
+# How the names of dtypes start that have gradients.
+_REAL = ("float", "bfloat", "complex", "bcomplex")
 _NEGATED = ("int8", "int16", "int32", "int64", "uint8")  # besides those
 # A leaf is all of an image if that has: a box; all of it; all of it in row-major order. A view
 # is never all of one.
