@@ -40,18 +40,18 @@ class Arena:
         self.pinned = False
         self._map: mmap.mmap | None = None
         self.fds: list[int] = []
-        if populate:
-            check_free(nbytes)
         parts = max(1, min(parts, nbytes // LEAST_PART, MOST_PARTS))
         self.each = -(-nbytes // parts // HUGE_PAGE) * HUGE_PAGE if parts > 1 else nbytes
         try:
+            if populate:
+                check_free(nbytes)
             if LINUX:
                 for at in range(0, nbytes, self.each):
                     self.fds.append(sealed_memory(min(self.each, nbytes - at)))
                 self._map = side_by_side(self.fds, self.each, nbytes)
             else:
                 self._map = private_memory(nbytes)
-        except (OSError, ValueError, OverflowError) as fault:
+        except (OSError, ValueError, OverflowError, MemoryError) as fault:
             self.close()
             raise MemoryError(f"no arena of {nbytes} bytes: {fault}") from None
         self.tensor = torch.frombuffer(self._map, dtype=torch.uint8)

@@ -32,7 +32,7 @@ def check_free(nbytes: int) -> None:
         return
     free = free_bytes()
     if free is not None and nbytes > free:
-        raise MemoryError(f"{nbytes} bytes are needed, and {free} are free")
+        raise MemoryError(f"{nbytes} bytes of memory are needed, and {free} are free")
 
 
 def free_bytes() -> int | None:
