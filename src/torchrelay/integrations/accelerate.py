@@ -15,6 +15,7 @@ from typing import Any, Literal
 from torchrelay.checkpointer.front import Checkpointer
 from torchrelay.checkpointer.keep import Keep
 from torchrelay.errors import UsageError
+from torchrelay.integrations.accelerate_counters import Counters
 from torchrelay.integrations.extras import extra
 from torchrelay.integrations.random_state import RandomState, set_at_first_forward
 from torchrelay.integrations.resume import newest_step
@@ -38,8 +39,9 @@ def use_torchrelay(
 
     Call it once. Models, optimizers, schedulers, stateful data loaders, the scaler, objects that
     were registered for checkpointing and random numbers are saved, each rank's own where they
-    differ. It replaces the two methods instead of adding hooks: accelerate has written its own
-    optimizer files, and the models of FSDP, by the time that hooks run.
+    differ; and between two updates the gradients that are accumulated. The two methods are
+    replaced, instead of hooks being added, because accelerate has written its own optimizer files,
+    and the models of FSDP, by the time that hooks run.
     """
     if accelerator.distributed_type in (DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM):
         raise UsageError(
@@ -61,6 +63,7 @@ class RelayStates:
         on_error: Literal["raise", "warn"],
     ) -> None:
         self._accelerator, self._on_error = accelerator, on_error
+        self._counters = Counters(accelerator)
         self.checkpointer = checkpointer
         self._last: int | None = None  # the step of the last save, which may not be committed yet
         self.stalls: list[float] = []  # seconds that each save kept training waiting
@@ -69,6 +72,7 @@ class RelayStates:
         """Save in the background, as the step that the number in `output_dir` names, or as the
         next one. Returns where it will be."""
         accelerator = self._accelerator
+        self._counters.check()
         if accelerator._save_model_state_pre_hook:
             raise UsageError(
                 "hooks of save_state are not called by torchrelay: remove them, and register "
@@ -91,7 +95,10 @@ class RelayStates:
         the step."""
         step = None if input_dir is None else _step_in(input_dir)
         loaded = self.checkpointer.load(self._state(), step=step).step
-        set_at_first_forward(RandomState().state_dict(), self._accelerator._models)
+        if self._counters.loaded_within:
+            # Reading the loader up to the next batch may draw random numbers again. At the start
+            # of an epoch it draws them for the first time.
+            set_at_first_forward(RandomState().state_dict(), self._accelerator._models)
         return loaded
 
     def resume(self) -> int | None:
@@ -110,25 +117,10 @@ class RelayStates:
                 if getattr(loader, "use_stateful_dataloader", False)
             ],
             "registered": list(accelerator._custom_objects),
-            "counters": _Counters(accelerator),
+            "counters": self._counters,
             "random": RandomState(),
         }
         return state if accelerator.scaler is None else {**state, "scaler": accelerator.scaler}
-
-
-class _Counters:
-    """Micro-batches since the last update, and how often was saved."""
-
-    def __init__(self, accelerator: Accelerator) -> None:
-        self._accelerator = accelerator
-
-    def state_dict(self) -> dict[str, int]:
-        saved = self._accelerator.project_configuration.iteration
-        return {"step": self._accelerator.step, "iteration": saved}
-
-    def load_state_dict(self, state: dict[str, int]) -> None:
-        self._accelerator.step = state["step"]
-        self._accelerator.project_configuration.iteration = state["iteration"] + 1
 
 
 def _inner(wrapper: Any, name: str) -> Any:

@@ -11,7 +11,11 @@ from typing import Any
 
 from torchrelay.errors import MismatchError, UsageError
 from torchrelay.integrations.extras import extra
-from torchrelay.integrations.random_state import unchanged
+from torchrelay.integrations.loader_iterators import (
+    continue_without_drawing,
+    draw_as_usual,
+    draws_nothing,
+)
 
 with extra("data"):
     from torchdata.stateful_dataloader import StatefulDataLoader
@@ -42,7 +46,6 @@ class DataPosition:
         # Samples of an epoch that all ranks had taken before this loader began to count.
         self._skipped, self._skipped_epoch = 0, -1
         self._loaded: dict[str, Any] | None = None  # the loader's own state, until it is used
-        self._continues = False  # whether the next iterator continues what another one began
 
     def state_dict(self) -> dict[str, Any]:
         sampler = self._sampler
@@ -63,7 +66,7 @@ class DataPosition:
         return {
             "epoch": sampler.epoch,
             "taken": 0 if finished else taken,
-            "begun": (begun or self._continues) and not finished,
+            "begun": (begun or draws_nothing(self._loader)) and not finished,
             "skipped": skipped,
             "ranks": sampler.num_replicas,
             "batch": self._loader.batch_size,
@@ -98,31 +101,13 @@ class DataPosition:
             sampler.load_state_dict({"yielded": yielded})
             self._skipped = state["taken"]
         self._skipped_epoch = state["epoch"]
-        self._continue(self._loaded is not None or _has_begun(state))
+        if self._loaded is not None or _has_begun(state):
+            continue_without_drawing(loader)
+        else:
+            draw_as_usual(loader)
         # Steps that were saved before this was part of the state have none.
         if loader.generator is not None and state.get("generator") is not None:
             loader.generator.set_state(state["generator"])
-
-    def _continue(self, continues: bool) -> None:
-        """Have the next iterator that the loader makes, and only that one, draw no random numbers
-        if it continues what another one began."""
-        loader = self._loader
-        vars(loader).pop("_get_iterator", None)  # of a state that was loaded before this one
-        self._continues = continues
-        if not continues:
-            return
-        make = loader._get_iterator
-
-        def make_without_drawing() -> Any:
-            self._continue(False)
-            with unchanged(loader.generator):
-                made = make()
-            if made._finished:
-                # The loader makes another one for the next epoch, which begins at its first sample.
-                self._sampler.load_state_dict({"yielded": 0})
-            return made
-
-        loader._get_iterator = make_without_drawing
 
     @property
     def epoch(self) -> int:

@@ -27,6 +27,7 @@ from torchrelay.coordination.coordinator import Coordinator
 from torchrelay.deadlines import Deadline, seconds_of
 from torchrelay.errors import CheckpointError, StepNotFoundError, UsageError
 from torchrelay.integrations.extras import extra
+from torchrelay.integrations.loader_iterators import begin_at_the_first_sample
 from torchrelay.integrations.random_state import RandomState, unchanged
 from torchrelay.landing.packed import pack, unpack
 from torchrelay.pending import Pending
@@ -337,8 +338,7 @@ def _begin_again(fit_loop: Any) -> None:
             loader._load_state_dicts(states)
             for one in stateful:
                 iter(one)  # uses the state; the next iterator is that of the next epoch
-                if getattr(one.sampler, "next_yielded", None):
-                    one.sampler.next_yielded = None
+                begin_at_the_first_sample(one)
     iter(fit_loop._data_fetcher)
 
 
