@@ -13,6 +13,7 @@ import struct
 import sys
 import time
 from collections.abc import Iterator
+from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -95,6 +96,22 @@ def assert_same(data: bytes) -> _StateDictMeta:
 
 
 # What stock senders send -----------------------------------------------------------------------
+
+
+def test_keys_of_any_number() -> None:
+    table = {n * 1_000_003 - 7: n for n in range(5_000)}
+    pairs = {(n % 71 - 35, n // 71 - 35): n for n in range(3_000)}
+    assert_same(stock({"table": table, "pairs": pairs}))
+
+
+def test_attack_keys_that_collide() -> None:
+    modulus = sys.hash_info.modulus
+    lists: list[list[Any]] = [
+        [n * modulus for n in range(9, 2_000)],
+        [*product((-1, -2), repeat=11)],
+    ]
+    for keys in lists:
+        assert_refused(stock(dict.fromkeys(keys)), "collide")
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

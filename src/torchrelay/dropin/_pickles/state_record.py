@@ -22,12 +22,11 @@ from torch.utils._pytree import tree_flatten_with_path
 from torchrelay.dropin._pickles import distributed
 from torchrelay.dropin._pickles import unpickler as p
 from torchrelay.dropin._torch_records import _ShardedTensorMeta, _StateDictMeta, _TensorMeta
-from torchrelay.errors import RemoteProtocolError
+from torchrelay.errors import ManifestError, RemoteProtocolError
 from torchrelay.geometry.strides import extent
+from torchrelay.record.probing import FEW, check_dict
 
 _MAX_BYTES = 1 << 50
-_MOST_ODD_KEYS = 1024  # that may collide in one dict: each is compared with all before it
-_SMALL = 1 << 20
 _LEFT_UNREAD: Any = None
 
 _RECORDS = "torch.distributed.checkpoint._pg_transport."
@@ -166,9 +165,12 @@ class _Builder:
             if factory is not None:
                 made.default_factory = _FACTORIES[p.typed(factory, p.Global).name]
         keys = [self.key(key) for key in p.typed(context, list)]
-        # Keys that have one hash would take far longer to look up than to read.
-        if sum(not _is_even(key) for key in keys) > _MOST_ODD_KEYS:
-            p.refuse(f"over {_MOST_ODD_KEYS} keys of a dict whose hashes may collide")
+        if len(keys) > FEW:
+            hashes = np.fromiter(map(hash, keys), np.int64, len(keys)).astype(np.uint64)
+            try:
+                check_dict(hashes, max(map(_width, keys)))
+            except ManifestError as fault:
+                p.refuse(fault.message)
         made.update(zip(keys, children, strict=True))
         if len(made) != len(keys):
             p.refuse("the keys of a dict do not fit its items")
@@ -184,11 +186,11 @@ class _Builder:
         return _plain(value)
 
 
-def _is_even(key: object) -> bool:
-    """Whether keys of this kind spread over a table: text and small numbers."""
-    if type(key) is int:
-        return 0 <= key < _SMALL
-    return type(key) in (str, bytes, bool, type(None))
+def _width(key: object) -> int:
+    """How many items may have to be compared to tell a key from another."""
+    if isinstance(key, tuple):
+        return 1 + sum(map(_width, key))
+    return 1 + key.bit_length() // 64 if isinstance(key, int) else 1
 
 
 def _tensor(value: object) -> _TensorMeta:
