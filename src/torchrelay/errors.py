@@ -5,7 +5,7 @@
     │   ├── UnsupportedLeafError       a leaf that cannot travel exactly
     │   └── MismatchError              `into=` does not fit what is offered
     ├── UsageError                 ours: invalid arguments, or a closed object
-    ├── ResourceError              this process or machine lacks descriptors or memory (an OSError)
+    ├── ResourceError              this machine lacks descriptors, threads or memory (an OSError)
     ├── UnsupportedSystemError     this call needs Linux
     ├── RouteError                 the route that was asked for cannot be taken
     ├── StepMismatchError          the offered step is not the one asked for
@@ -85,8 +85,8 @@ class UsageError(RelayError, ValueError):
 
 
 class ResourceError(RelayError, OSError):
-    """This process or machine has no file descriptor or memory left for the call, and no peer, no
-    endpoint and no store is at fault. The message says which limit it was."""
+    """This process or machine has no file descriptor, thread or memory left for the call, and no
+    peer, no endpoint and no store is at fault. The message says which limit it was."""
 
 
 class UnsupportedSystemError(RelayError, NotImplementedError):

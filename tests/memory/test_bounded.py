@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from torchrelay.errors import StorageTimeoutError
+from torchrelay.errors import ResourceError, StorageTimeoutError
 from torchrelay.memory import threads
 from torchrelay.memory.bounded import bounded
 
@@ -43,7 +43,7 @@ def test_without_time_nothing_is_begun() -> None:
 
 def test_where_no_thread_starts_the_call_is_made_here(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*args: object) -> None:
-        raise RuntimeError("can't create new thread at interpreter shutdown")
+        raise ResourceError("can't create new thread at interpreter shutdown")
 
     monkeypatch.setattr(threads, "run", refuse)
     assert bounded(threading.get_ident, 10, "count") == threading.get_ident()

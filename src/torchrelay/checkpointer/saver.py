@@ -24,6 +24,7 @@ from torchrelay.coordination.coordinator import Coordinator
 from torchrelay.coordination.messages import decoded
 from torchrelay.deadlines import Deadline
 from torchrelay.errors import CheckpointError, StorageTimeoutError, UsageError
+from torchrelay.memory import threads
 from torchrelay.memory.bounded import bounded
 from torchrelay.pending import Pending, logger
 from torchrelay.record.encoding import encode
@@ -93,7 +94,7 @@ class Saver:
         try:
             self._begin(save)
             self.pending = pending
-            thread.start()
+            threads.begin(thread)
             planned = self._plan(save, state)
             with save.watch("stage"):
                 staged = self.writer.stage(save, planned)

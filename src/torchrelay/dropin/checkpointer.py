@@ -9,6 +9,7 @@ import uuid
 import warnings
 from collections.abc import Callable
 from concurrent.futures import Future
+from functools import partial
 from typing import Any
 
 import torch.distributed as dist
@@ -22,7 +23,8 @@ from torch.distributed.checkpoint.storage import StorageReader, StorageWriter
 
 from torchrelay.dropin import _dcp_protocol as protocol
 from torchrelay.dropin._dcp_protocol import Meeting
-from torchrelay.errors import CheckpointError, UsageError
+from torchrelay.errors import CheckpointError, ResourceError, UsageError
+from torchrelay.memory import threads
 
 logger = logging.getLogger(__name__)
 
@@ -118,11 +120,12 @@ class TorchCheckpointer:
 
             future = self._pending = _SaveFuture()
             future.set_running_or_notify_cancel()
-            threading.Thread(
-                target=self._run_in_background,
-                args=(future, meeting, state),
-                name="torchrelay-async-save",
-            ).start()
+            run = partial(self._run_in_background, future, meeting, state)
+            thread = threading.Thread(target=run, name="torchrelay-async-save")
+            try:
+                threads.begin(thread)
+            except ResourceError:  # the other ranks save, and wait for this one
+                run()
             if fault is None:
                 return future
             # The other ranks must learn of it before the next call.

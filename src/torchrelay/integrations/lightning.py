@@ -12,10 +12,10 @@ from __future__ import annotations
 import logging
 import os
 import sys
-import threading
 import time
 import warnings
 from collections import OrderedDict, defaultdict
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -30,6 +30,7 @@ from torchrelay.integrations.extras import extra
 from torchrelay.integrations.loader_iterators import begin_at_the_first_sample
 from torchrelay.integrations.random_state import RandomState, unchanged
 from torchrelay.landing.packed import pack, unpack
+from torchrelay.memory import threads
 from torchrelay.pending import Pending
 from torchrelay.stores.locate import split_step
 
@@ -58,7 +59,7 @@ class StepLinks:
         self._seconds = seconds_of(options.get("timeout", 1800.0)) + 60.0
         self._roots: dict[Path, Checkpointer] = {}
         self._pending: Pending | None = None
-        self._linking: threading.Thread | None = None
+        self._linking: threads.Running | None = None
         self._link_fault: OSError | None = None
         self._failed = False  # whether the last save has failed, or got no link
         self._removed: list[Path] = []  # once a later save is committed
@@ -78,10 +79,8 @@ class StepLinks:
         self.stalls.append(time.monotonic() - begun)
         self.steps.append(step)
         if links:
-            self._linking = threading.Thread(
-                target=self._link_when_saved, args=(self._pending, link, step), daemon=True
-            )
-            self._linking.start()
+            act = partial(self._link_when_saved, self._pending, link, step)
+            self._linking = threads.run_anyway(act, "link")
 
     def _link_when_saved(self, pending: Pending, link: Path, step: int) -> None:
         """A step of this number may be an older one, which a save that failed has left there."""
@@ -127,7 +126,7 @@ class StepLinks:
         if pending is not None:
             pending.ends_within(float("inf"))  # its deadline is the checkpointer's
         if linking is not None:
-            linking.join()
+            linking.wait()
         fault, self._link_fault = self._link_fault, None
         if pending is not None:
             self._failed = fault is not None or not pending.succeeded()

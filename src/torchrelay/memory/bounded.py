@@ -15,7 +15,7 @@ import threading
 from collections.abc import Callable
 from typing import TypeVar
 
-from torchrelay.errors import StorageTimeoutError
+from torchrelay.errors import ResourceError, StorageTimeoutError
 from torchrelay.memory import threads
 
 GRACE = 0.5  # seconds in which what was left behind may come to its next piece
@@ -58,7 +58,7 @@ def bounded(
 def _done(work: Callable[[], None], seconds: float, left: threading.Event | None) -> bool:
     try:
         running = threads.run(work, "storage")
-    except RuntimeError:  # no thread can be started while the interpreter ends
+    except ResourceError:  # no thread can be started, as while the interpreter ends
         work()
         return True
     over = False

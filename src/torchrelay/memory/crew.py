@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable
 from contextlib import suppress
 from typing import TypeVar
 
+from torchrelay.errors import ResourceError
 from torchrelay.memory import threads
 
 Task = TypeVar("Task")
@@ -38,7 +39,7 @@ def share_out(tasks: Iterable[Task], hand: Callable[[], Callable[[Task], None]],
 
     others: list[threads.Running] = []
     try:
-        with suppress(RuntimeError):  # no thread can be started while the interpreter ends
+        with suppress(ResourceError):  # fewer threads do it, or this one alone
             threads.get_ready(min(most, len(todo)) - 1)
             for _ in range(min(most, len(todo)) - 1):
                 threads.run(work, "crew", among=others)

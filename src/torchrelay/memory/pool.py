@@ -21,7 +21,7 @@ from typing import NamedTuple
 
 import torch
 
-from torchrelay.errors import MismatchError
+from torchrelay.errors import MismatchError, ResourceError
 from torchrelay.geometry.runs import Moves
 from torchrelay.landing.workspace import LARGE_BYTES, Workspace, allocate
 from torchrelay.memory import threads, vectors
@@ -117,7 +117,7 @@ class Pool:
             return
         self._until = time.monotonic() + self._seconds
         if not self._timed:
-            with suppress(RuntimeError):  # no thread can be started while the interpreter ends
+            with suppress(ResourceError):  # it stays idle, then
                 threads.run(self._give_up, "pool")
                 self._timed = True
 

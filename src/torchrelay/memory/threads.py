@@ -2,6 +2,9 @@
 
 Starting one takes a fifth of a millisecond, and several where every core is busy: the new thread
 waits for its turn there, and whoever starts it waits with it. A transfer needs about ten.
+
+A process may have no more threads, and an interpreter that ends starts none. Every start of one
+says so by `ResourceError`.
 """
 
 from __future__ import annotations
@@ -15,6 +18,7 @@ from collections.abc import Callable, Iterable
 from contextlib import suppress
 
 from torchrelay.deadlines import wait_until_set
+from torchrelay.errors import ResourceError
 from torchrelay.system import in_child
 
 KEPT_SECONDS = 60.0  # that a thread waits for more to do before it ends
@@ -58,7 +62,8 @@ def run(
     """Have a daemon thread call `target` at once. An exception is printed, and goes no further.
 
     `among` has it before it begins, so that an exception out of a signal handler loses none:
-    whoever gives up ends all of them.
+    whoever gives up ends all of them. `ResourceError` if none can be started: it never begins
+    then, and whoever waits for it sees it over.
     """
     running = Running()
     if among is not None:
@@ -66,9 +71,45 @@ def run(
     try:
         thread = _idle[niceness].pop()
     except IndexError:
-        thread = _Thread(niceness)
+        try:
+            thread = _Thread(niceness)
+        except BaseException:
+            running.end()
+            raise
     thread.jobs.put((target, f"torchrelay-{name}", running))
     return running
+
+
+def run_anyway(target: Callable[[], object], name: str) -> Running:
+    """`run`; where none can be started, the calling thread does it, and raises its exception."""
+    try:
+        return run(target, name)
+    except ResourceError:
+        running = Running()
+        running._claim.acquire()
+        try:
+            target()
+        finally:
+            running._over.set()
+        return running
+
+
+def start(target: Callable[[], object], name: str) -> threading.Thread:
+    """Start a daemon thread that is used once. `ResourceError` if it cannot be started."""
+    thread = threading.Thread(target=target, name=f"torchrelay-{name}", daemon=True)
+    begin(thread)
+    return thread
+
+
+def begin(thread: threading.Thread) -> None:
+    """Start a thread that was made. `ResourceError` if it cannot be started."""
+    try:
+        thread.start()
+    except RuntimeError as fault:
+        raise ResourceError(
+            f"cannot start a thread: {fault}. Raise the limit of processes and threads (ulimit -u, "
+            "pids.max of the control group) or of memory (ulimit -v), or end some"
+        ) from fault
 
 
 def end_all(begun: Iterable[Running]) -> None:
@@ -92,7 +133,7 @@ class _Thread:
         self.jobs: queue.SimpleQueue[tuple[Callable[[], object], str, Running]]
         self.jobs = queue.SimpleQueue()
         self._niceness = niceness
-        threading.Thread(target=self._serve, name=IDLE, daemon=True).start()
+        begin(threading.Thread(target=self._serve, name=IDLE, daemon=True))
 
     def _serve(self) -> None:
         me = threading.current_thread()

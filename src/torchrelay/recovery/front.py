@@ -122,10 +122,7 @@ def recover(
 def _close(source: SeedingSource) -> None:
     """Serve no more. The memory is freed on another thread: that takes as long as it is large, and
     the state is recovered already."""
-    try:
-        threads.run(source.close, "seed")
-    except RuntimeError:  # no thread can be started while the interpreter ends
-        source.close()
+    threads.run_anyway(source.close, "seed")
 
 
 class _Recovery:

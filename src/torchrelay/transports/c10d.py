@@ -18,6 +18,7 @@ from typing import Any, Protocol
 
 import torch
 
+from torchrelay.errors import ResourceError
 from torchrelay.memory import threads
 from torchrelay.system import in_child
 
@@ -49,6 +50,7 @@ def wait_for(work: Work, tensor: torch.Tensor) -> None:
 _changed = threading.Condition()
 _inside: set[int] = set()  # threads
 _groups: weakref.WeakSet[Any] = weakref.WeakSet()
+_unwatched: list[tuple[Work, torch.Tensor]] = []  # posted, and no thread waits for them
 
 
 def _forget_in_child() -> None:
@@ -115,7 +117,7 @@ def watch(
     """Wait for an operation that was posted on a group, on a thread of its own, and report its end.
 
     The thread keeps operation and memory alive, and does not hold up the interpreter's exit if the
-    peer never answers.
+    peer never answers. `ResourceError` if no thread can be started: both are kept for good.
     """
     _groups.add(group)
 
@@ -130,4 +132,8 @@ def watch(
                 report(None)
             del work, tensor, report
 
-    threads.run(run, "posted")
+    try:
+        threads.run(run, "posted")
+    except ResourceError:
+        _unwatched.append((work, tensor))  # it may be written to for as long as the group lives
+        raise

@@ -25,7 +25,8 @@ from torchrelay.endpoint.publish.device_slots import UNABLE, DeviceSlot, DeviceS
 from torchrelay.endpoint.publish.known_plan import KnownPlan, RecordedStep, again
 from torchrelay.endpoint.publish.server_process import ServerProcess
 from torchrelay.endpoint.server import messages as m
-from torchrelay.errors import EndpointError, UsageError
+from torchrelay.errors import EndpointError, ResourceError, UsageError
+from torchrelay.memory import threads
 from torchrelay.memory.arena import Arena
 from torchrelay.memory.gpu.side import settle
 from torchrelay.memory.staging import Copy, stage
@@ -194,8 +195,8 @@ class Publisher:
         ranks agree and the next publish does not wait for this one."""
         finish = partial(self._finish, call, staged, pending, deadline)
         try:
-            threading.Thread(target=finish, name="torchrelay-publish", daemon=True).start()
-        except RuntimeError:
+            threads.start(finish, "publish")
+        except ResourceError:
             finish()
 
     # Agree, reserve and copy, while the caller waits.

@@ -22,6 +22,7 @@ from torchrelay.deadlines import Deadline
 from torchrelay.endpoint.reshare.seed import ArrivingBytes, Seed
 from torchrelay.endpoint.server.messages import SeedAnnouncement, SeedAnswer
 from torchrelay.errors import EndpointError, TransferTimeoutError, UsageError
+from torchrelay.memory import threads
 from torchrelay.memory.crew import Crew, share_out
 from torchrelay.progress import Bar, ProgressCallback
 from torchrelay.record.schema import Record, VolumeRecord
@@ -118,7 +119,7 @@ class Swarm:
         """Fetch the step, and serve what is here of it."""
         self.seed.show(step, self._remote.snapshot, self._remote.manifest())
         self._look_around()
-        threading.Thread(target=self._watch, name="torchrelay-swarm", daemon=True).start()
+        threads.start(self._watch, "swarm")
         try:
             share_out(range(WORKERS), lambda: self._work, WORKERS)
         finally:

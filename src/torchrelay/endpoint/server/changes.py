@@ -18,6 +18,7 @@ from typing import NamedTuple
 import numpy as np
 
 from torchrelay.endpoint.server.messages import FoundChanges, StageSlot, Volume
+from torchrelay.errors import ResourceError
 from torchrelay.memory import threads
 from torchrelay.memory.pages import return_freed_memory
 from torchrelay.parts.bitmaps import Bits, VolumeBitmap, bits_bytes, changed, union
@@ -76,7 +77,7 @@ class StepComparison:
         self.wait: Callable[..., bool] = lambda seconds=None: True
         try:
             running = threads.run(lambda: self._compare(old, new, given), "compare", NICENESS)
-        except RuntimeError:  # no thread can be started: subscribers get whole chunks
+        except ResourceError:  # subscribers get whole chunks
             logger.warning("no thread compares a step with the one before", exc_info=True)
         else:
             self.wait = running.wait  # whether it is over, after so many seconds at most

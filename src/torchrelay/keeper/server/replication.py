@@ -21,10 +21,11 @@ from torchrelay.endpoint.server.messages import Show, Volume, laid_out
 from torchrelay.endpoint.server.service import Service
 from torchrelay.endpoint.server.snapshots import ServedSnapshot, Slot
 from torchrelay.endpoint.server.step_reader import RankReader
-from torchrelay.errors import RelayError
+from torchrelay.errors import RelayError, ResourceError
 from torchrelay.keeper.choice import KeeperRing
 from torchrelay.keeper.server.messages import HeldStep, KeeperReport
 from torchrelay.keeper.server.retention import OWN, Retention
+from torchrelay.memory import threads
 from torchrelay.memory.pages import reserve
 from torchrelay.memory.sealed import sealed_memory
 from torchrelay.sources.access import Access
@@ -186,8 +187,8 @@ class CopyThread:
     def start(self) -> None:
         """Begin to copy. `done` is called in any case, also where no thread can be started."""
         try:
-            threading.Thread(target=self._run, name="torchrelay-copy", daemon=True).start()
-        except RuntimeError as fault:
+            threads.start(self._run, "copy")
+        except ResourceError as fault:
             self._end(str(fault))
 
     def stop(self) -> None:

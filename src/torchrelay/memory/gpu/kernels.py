@@ -8,6 +8,7 @@ torch copies piece by piece, and digests are made on the host.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import threading
 from collections.abc import Iterable, Sequence
@@ -20,8 +21,10 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from torchrelay.errors import ResourceError
 from torchrelay.geometry import DIGEST_BYTES
 from torchrelay.geometry.runs import Column, Moves, Runs, holding
+from torchrelay.memory import threads
 from torchrelay.memory.digest import CELL_BYTES, digest, joined, running_digest
 from torchrelay.memory.gpu.side import side_stream
 
@@ -117,7 +120,8 @@ def warm_up(device: int) -> None:
     """Begin to load the kernels, while there are other things to wait for."""
     if device not in _warm:
         _warm.add(device)
-        threading.Thread(target=kernels, args=(device,), daemon=True).start()
+        with contextlib.suppress(ResourceError):  # they are loaded when they are needed
+            threads.start(lambda: kernels(device), "kernels")
 
 
 def on_device(table: Numbers, device: int) -> torch.Tensor:

@@ -56,7 +56,7 @@ class Departures:
             if self._watched.get(process, (0, -1))[1] != fd:
                 return  # it was said to have another number since
             del self._watched[process]
-        threads.run(partial(self._gone, process), "worker")
+        threads.run_anyway(partial(self._gone, process), "worker")
 
     def close(self) -> None:
         """Watch none any more."""

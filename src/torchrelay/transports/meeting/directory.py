@@ -188,7 +188,7 @@ class StoreDirectory(Directory):
 
         # A store that is out of reach does not answer for minutes. The thread that asks it is left
         # behind then.
-        looking = threads.run(look, "worker")
+        looking = threads.run_anyway(look, "worker")
         try:
             while not looking.wait(TICK):
                 if deadline.passed and not looking.wait(TICK):

@@ -16,6 +16,7 @@ from collections.abc import Callable
 from typing import Any, Protocol
 
 from torchrelay.errors import UsageError
+from torchrelay.memory import threads
 from torchrelay.shortage import raise_shortage
 from torchrelay.system import in_child
 from torchrelay.transports.meeting.addresses import listen_here
@@ -50,10 +51,12 @@ class Listener:
         self.lock = threading.Lock()  # of `group_nodes`
         self._strangers: dict[asyncio.Task[None], None] = {}  # the oldest first
         self.loop.call_soon(self._accept_from_now_on)
-        thread = threading.Thread(
-            target=self.loop.run_forever, name="torchrelay-listener", daemon=True
-        )
-        thread.start()
+        try:
+            threads.start(self.loop.run_forever, "listener")
+        except BaseException:
+            self._socket.close()
+            self.loop.close()
+            raise
 
     def add(self, node: bytes, admission: Admission) -> None:
         self._nodes[node] = admission

@@ -220,8 +220,8 @@ class Sending:
                 self._machine.lost(peer.rank, event.reason)
         elif isinstance(event, ChunkSent):
             self._count(event.index)
-        elif isinstance(event, FeedBroken) and not isinstance(event.fault, OSError):
-            raise event.fault  # the state cannot be read
+        elif isinstance(event, FeedBroken) and not event.may_mend:
+            raise event.fault
         elif isinstance(event, r.ServiceFailed):
             if self._peers[event.rank].stage is Stage.ACTIVE:
                 self._machine.fail(self._peers[event.rank], event.reason)

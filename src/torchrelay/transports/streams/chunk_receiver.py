@@ -148,8 +148,14 @@ class Feed:
         self._open: dict[DataSocket, threading.Event] = {}  # set when its thread is over
         self._over = False
         self._left = count  # connections that have not ended
-        for _ in range(count):
-            threads.run(partial(self._run, connect), "worker")
+        for started in range(count):
+            try:
+                threads.run(partial(self._run, connect), "worker")
+            except ResourceError:
+                if not started:
+                    raise
+                self._miss(count - started)  # the others take all chunks
+                break
 
     def _run(self, connect: Connect) -> None:
         over = threading.Event()
@@ -162,17 +168,21 @@ class Feed:
                 self._open[sock] = over
             while (index := sock.take_index()) != END:
                 self._receiver.take(sock, index)
-            with self._lock:
-                self._left -= 1
-                ended = not self._left
-            if ended:
-                self._receiver.report(FeedLost(self, "it has no more chunks"))
+            self._miss(1)
         except Exception as fault:
             if not self._over:
                 lost = FeedLost(self, str(fault), shortage(fault))
                 self._receiver.report(lost)
         finally:
             over.set()
+
+    def _miss(self, connections: int) -> None:
+        """So many connections bring no more chunks."""
+        with self._lock:
+            self._left -= connections
+            ended = not self._left
+        if ended:
+            self._receiver.report(FeedLost(self, "it has no more chunks"))
 
     def close(self) -> None:
         """Cut the connections; returns when no thread writes any more."""

@@ -15,6 +15,7 @@ from functools import partial
 
 import torch
 
+from torchrelay.errors import ResourceError
 from torchrelay.memory import threads
 from torchrelay.transports.streams.sockets import DataSocket
 
@@ -33,10 +34,15 @@ class ChunkSent:
 
 @dataclass(frozen=True)
 class FeedBroken:
-    """No more chunks leave by a data connection: it broke (`OSError`), or a chunk could not be
-    read."""
+    """No more chunks leave by a data connection: it broke (`OSError`), a chunk could not be read,
+    or no thread could be started for it."""
 
     fault: Exception
+
+    @property
+    def may_mend(self) -> bool:
+        """Whether the receiver may make another connection, that does not break."""
+        return isinstance(self.fault, OSError) and not isinstance(self.fault, ResourceError)
 
 
 class ChunkSender:
@@ -53,6 +59,7 @@ class ChunkSender:
         self._todo: queue.SimpleQueue[int | None] = queue.SimpleQueue()
         self._lock = threading.Lock()
         self._open: list[tuple[DataSocket, threads.Running]] = []
+        self._unused: list[DataSocket] = []  # open, without a thread of their own
         self._over = False
         self.unsent = 0  # chunks that have not left yet
         self._put_at = time.monotonic()
@@ -81,10 +88,19 @@ class ChunkSender:
             refused = self._over or self.connections >= MAX_CONNECTIONS
             if not refused:
                 self.connections += 1
-                running = threads.run(partial(self._run, sock), "worker")
-                self._open.append((sock, running))
+                try:
+                    running = threads.run(partial(self._run, sock), "worker")
+                except ResourceError as fault:
+                    # The connections that have a thread send everything; without any, none does.
+                    self._unused.append(sock)
+                    broken = None if self._open else FeedBroken(fault)
+                else:
+                    broken = None
+                    self._open.append((sock, running))
         if refused:
             sock.cut()
+        elif broken is not None:
+            self._report(broken)
 
     def _run(self, sock: DataSocket) -> None:
         try:
@@ -121,12 +137,18 @@ class ChunkSender:
         ends = time.monotonic() + seconds
         for _, running in connections:
             running.wait(max(0.0, ends - time.monotonic()))
+        for sock in self._unused:
+            with suppress(OSError):
+                sock.send_end()
 
     def close(self) -> None:
         """Cut the connections; returns when no thread reads the chunks any more."""
         with self._lock:
             self._over = True
             connections, self._open = self._open, []
+            unused, self._unused = self._unused, []
+        for sock in unused:
+            sock.cut()
         with suppress(queue.Empty):
             while True:
                 self._todo.get_nowait()

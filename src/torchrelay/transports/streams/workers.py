@@ -1,4 +1,5 @@
-"""The threads that move, copy and hash bytes: borrowed for a job, given back at its end.
+"""The threads that move, copy and hash bytes: borrowed for a job, given back at its end. If
+none can be started, the thread that submits a job does it.
 
 How many there are follows from the work: one for each data connection, and for copies as many as
 the machine has cores. They are the same threads for all transfers of a process (`memory.threads`).
@@ -10,6 +11,7 @@ import queue
 from collections.abc import Callable
 from contextlib import suppress
 
+from torchrelay.errors import ResourceError
 from torchrelay.memory import threads
 
 
@@ -25,7 +27,13 @@ class Workers:
     def submit(self, job: Callable[[], object]) -> None:
         self._jobs.put(job)
         if len(self._running) < self._most:
-            threads.run(self._run, "worker", among=self._running)
+            try:
+                threads.run(self._run, "worker", among=self._running)
+            except ResourceError:
+                self._running.pop()
+                if not self._running:
+                    self._jobs.get_nowait()
+                    self._do(job)
 
     def stop(self) -> None:
         """Drop what has not begun; returns when no job runs any more."""
@@ -39,9 +47,12 @@ class Workers:
 
     def _run(self) -> None:
         while (job := self._jobs.get()) is not None:
-            try:
-                job()
-            except Exception as fault:
-                self._report(fault)
+            self._do(job)
             del job
         self._jobs.put(None)  # for the others
+
+    def _do(self, job: Callable[[], object]) -> None:
+        try:
+            job()
+        except Exception as fault:
+            self._report(fault)

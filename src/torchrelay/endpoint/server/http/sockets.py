@@ -6,13 +6,13 @@ import ipaddress
 import os
 import socket
 import struct
-import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 from urllib.parse import urlsplit
 
+from torchrelay.errors import ResourceError
 from torchrelay.memory import threads
 
 PAUSE = 0.1  # seconds before another try, where the process has no descriptors or threads left
@@ -26,7 +26,7 @@ class Acceptor:
     def __init__(self, listener: socket.socket, serve: Callable[[socket.socket], None]) -> None:
         self._listener, self._serve = listener, serve
         self._closed = False
-        threading.Thread(target=self._run, name="torchrelay-accept", daemon=True).start()
+        threads.start(self._run, "accept")
 
     def _run(self) -> None:
         while not self._closed:
@@ -37,7 +37,7 @@ class Acceptor:
                 continue
             try:
                 threads.run(lambda sock=sock: self._serve_one(sock), "serve")  # type: ignore[misc]
-            except RuntimeError:
+            except ResourceError:
                 sock.close()
                 time.sleep(PAUSE)
 
