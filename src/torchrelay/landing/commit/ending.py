@@ -40,6 +40,7 @@ from torchrelay.state.matching import Pair
 from torchrelay.state.paths import LeafPaths, Path
 from torchrelay.state.tree import grafted, inside_records, show, unflatten
 
+_IN_PLACE = (torch.Tensor, np.ndarray)
 TORN = "the destination is part old, part new; load again, or receive into it again"
 
 Act = Callable[[], None]
@@ -331,15 +332,23 @@ class StateLanding(Landing):
         """With `make_missing`: a new tree of the offered containers, around the caller's tensors
         and objects and the leaves that were made."""
         known, leaves = [*self._made], self._into.flat.leaves
-        for index, _, here in reversed(self._pairing.matched.pairs):
+        pairs = self._pairing.matched.pairs
+        for index, _, here in reversed(pairs):
             known[index] = leaves[here]
+        # Tensors that are tied there may be separate here.
+        apart: dict[Path, Any] = {
+            path: leaves[here]
+            for index, path, here in pairs
+            if leaves[here] is not known[index] and isinstance(leaves[here], _IN_PLACE)
+        }
         for here, (index, _) in self._fitting.values.items():
             known[index] = self._values[here]
         for index, leaf in inside.items():
             known[index] = leaf
         objects = {path: one for path, one in self._into.objects.items() if not one.in_module}
-        stubs = {path: len(known) + number for number, path in enumerate(objects)}
-        known += [one.object for one in objects.values()]
+        placed = apart | {path: one.object for path, one in objects.items()}
+        stubs = {path: len(known) + number for number, path in enumerate(placed)}
+        known += placed.values()
         return unflatten(grafted(self._rows.tree, stubs), known)
 
     def _moves(self, rows: Straight) -> Moves:
