@@ -6,6 +6,7 @@ import importlib
 import os
 import signal
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -146,6 +147,72 @@ def test_the_best_steps_stay(tmp_path: Path) -> None:
     }
     best = min(evaluated, key=evaluated.__getitem__)
     assert set(relay.checkpointer.steps()) == {best, job.STEPS}
+
+
+@pytest.fixture
+def printed(caplog: pytest.LogCaptureFixture) -> Iterator[pytest.LogCaptureFixture]:
+    """The log of transformers, which does not reach the root logger otherwise."""
+    transformers.utils.logging.enable_propagation()
+    yield caplog
+    transformers.utils.logging.disable_propagation()
+
+
+def test_a_resume_warns_of_no_weights(tmp_path: Path, printed: pytest.LogCaptureFixture) -> None:
+    """They come from the step, after the trainer has looked for them. Other warnings are there."""
+    trained(tmp_path, "first")
+    trainer, _relay = trained(tmp_path, "second")
+    messages = [record.getMessage() for record in printed.records]
+    assert not [one for one in messages if "missing keys" in one]
+    safetensors.save_file({}, tmp_path / "model.safetensors")
+    trainer._load_from_checkpoint(str(tmp_path))
+    assert "missing keys" in printed.records[-1].getMessage()
+
+
+def test_the_best_model_is_there_at_the_end(tmp_path: Path) -> None:
+    best = tr.KeepBest("eval_loss")
+    trainer, relay = trained(tmp_path, "x", every=3, keep=1, load_best=best)
+    evaluated = {
+        log["step"]: log["eval_loss"] for log in trainer.state.log_history if "eval_loss" in log
+    }
+    step = min(evaluated, key=evaluated.__getitem__)
+    saved = relay.checkpointer.load(step=step, key="model").state
+    assert all(torch.equal(saved[key], one) for key, one in trainer.model.state_dict().items())
+    assert trainer.evaluate()["eval_loss"] == evaluated[step]
+    assert set(relay.checkpointer.steps()) == {step, job.STEPS}
+    assert relay.checkpointer.latest() == job.STEPS
+
+
+def test_the_best_is_not_the_last(tmp_path: Path) -> None:
+    """The highest loss is that of the first evaluation; a job that has ended gives it again."""
+    best = tr.KeepBest("eval_loss", mode="max")
+    for name in ("first", "again"):
+        trainer, relay = trained(tmp_path, name, every=3, load_best=best)
+        saved = relay.checkpointer.load(step=3, key="model").state
+        assert all(torch.equal(saved[key], one) for key, one in trainer.model.state_dict().items())
+
+
+def test_without_an_evaluation_the_model_stays(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    trainer, relay = trained(tmp_path, "x", load_best=tr.KeepBest("eval_other"))
+    saved = relay.checkpointer.load(step=job.STEPS, key="model").state
+    assert all(torch.equal(saved[key], one) for key, one in trainer.model.state_dict().items())
+    assert "no step has the metric eval_other" in caplog.text
+
+
+def test_a_best_model_of_the_trainer_is_refused(tmp_path: Path) -> None:
+    args = job.settings(tmp_path)
+    args.load_best_model_at_end = True
+    args.metric_for_best_model = "loss"
+    with pytest.raises(UsageError, match="KeepBest"):
+        transformers.Trainer(
+            model=job.model(),
+            args=args,
+            eval_dataset=job.Texts(4),
+            callbacks=[RelayCallback(tmp_path / "steps", every=2)],
+        )
+    with pytest.raises(UsageError, match="load_best"):
+        RelayCallback(tmp_path, every=1, load_best="eval_loss")  # type: ignore[arg-type]
 
 
 def test_the_model_opens_with_from_pretrained(tmp_path: Path) -> None:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from dataclasses import replace
 
 import msgspec
 
 from torchrelay.checkpointer.front import Checkpointer
+from torchrelay.checkpointer.keep import KeepBest
 from torchrelay.coordination.coordinator import Coordinator
 from torchrelay.deadlines import Deadline
 from torchrelay.errors import DamagedError
@@ -30,6 +32,17 @@ def newest_step(checkpointer: Checkpointer, timeout: float = 1800.0) -> int | No
     For frameworks that take their position from the step as it is loaded. Reads none of its bytes.
     """
     return _agreed(checkpointer, lambda: max(checkpointer.steps(), default=None), timeout)
+
+
+def best_step(checkpointer: Checkpointer, best: KeepBest, timeout: float = 1800.0) -> int | None:
+    """The best step as rank 0 sees it, the same on all ranks; None if no step has the metric."""
+
+    def choose() -> int | None:
+        steps = [step for step in checkpointer.steps() if checkpointer.holds(step)]
+        metrics = {step: checkpointer.record(step).saved.metrics for step in steps}
+        return next(iter(replace(best, k=1).wanted_with(steps, metrics)), None)
+
+    return _agreed(checkpointer, choose, timeout)
 
 
 def _agreed(

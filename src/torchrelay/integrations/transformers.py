@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import logging
 import os
 import tempfile
 import time
@@ -17,12 +18,12 @@ from pathlib import Path
 from typing import Any, Literal
 
 from torchrelay.checkpointer.front import Checkpointer
-from torchrelay.checkpointer.keep import Keep
+from torchrelay.checkpointer.keep import Keep, KeepBest, policy
 from torchrelay.errors import UsageError
 from torchrelay.integrations.extras import extra
 from torchrelay.integrations.pretrained import is_pretrained, write_pretrained
 from torchrelay.integrations.random_state import RandomState
-from torchrelay.integrations.resume import step_to_resume
+from torchrelay.integrations.resume import best_step, step_to_resume
 
 with extra("transformers"):
     import torch
@@ -30,6 +31,8 @@ with extra("transformers"):
     from transformers import TrainerCallback
 
 Kept = dict[str, Any]
+logger = logging.getLogger("torchrelay")
+trainer_logger = logging.getLogger("transformers.trainer")
 
 
 class RelayCallback(TrainerCallback):  # type: ignore[misc, unused-ignore]
@@ -37,6 +40,10 @@ class RelayCallback(TrainerCallback):  # type: ignore[misc, unused-ignore]
     steps, in the background; when the job is asked to stop (SIGTERM); and at the end of training.
     The metrics of an evaluation at that step are saved with it, for policies such as
     `keep=KeepBest("eval_loss") | KeepLast(3)`.
+
+    `load_best=KeepBest("eval_loss")` keeps the best step, too, and the model has its weights when
+    training has ended, as with the trainer's `load_best_model_at_end`. For that, evaluate at steps
+    that are saved.
 
     Use it with `save_strategy="no"`. `keep`, `keeper`, `timeout` and other arguments are those of
     `Checkpointer`. `on_error="raise"`: a save that failed in the background fails the run at the
@@ -49,13 +56,18 @@ class RelayCallback(TrainerCallback):  # type: ignore[misc, unused-ignore]
         *,
         every: int,
         keep: Keep | int | None = 3,
+        load_best: KeepBest | None = None,
         on_error: Literal["raise", "warn"] = "raise",
         **options: Any,
     ) -> None:
         if every < 1:
             raise UsageError(f"every is a positive number of steps, not {every}")
         self._root, self._every, self._on_error = root, every, on_error
-        self._options = {"keep": keep, **options}
+        if load_best is not None and not isinstance(load_best, KeepBest):
+            raise UsageError(f'load_best is tr.KeepBest("eval_loss"), say, not {load_best!r}')
+        self._best = load_best
+        both = keep if load_best is None else policy(keep) | load_best
+        self._options = {"keep": both, **options}
         self._timeout = options.get("timeout", 1800.0)
         self._checkpointer: Checkpointer | None = None
         self._directory: tempfile.TemporaryDirectory[str] | None = None
@@ -89,6 +101,7 @@ class RelayCallback(TrainerCallback):  # type: ignore[misc, unused-ignore]
         (folder / "trainer_state.json").write_text(trainer)
         # The trainer wants weights before it has an optimizer. They come with it, once, below.
         save_file({}, folder / "model.safetensors")
+        trainer_logger.addFilter(_not_of_missing_weights)
         return str(folder)
 
     def export(self, target: str | os.PathLike[str], *, step: int | None = None) -> None:
@@ -114,6 +127,11 @@ class RelayCallback(TrainerCallback):  # type: ignore[misc, unused-ignore]
     def on_init_end(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
         if str(getattr(args, "save_strategy", "no")).rpartition(".")[2].lower() != "no":
             raise UsageError('RelayCallback saves instead of the trainer: use save_strategy="no"')
+        if getattr(args, "load_best_model_at_end", False):
+            raise UsageError(
+                "the trainer has no checkpoints to load the best of: instead of "
+                'load_best_model_at_end use RelayCallback(load_best=tr.KeepBest("eval_loss"))'
+            )
         if getattr(args, "fsdp", None) or getattr(args, "deepspeed", None):
             raise UsageError("RelayCallback works with one process or DDP, not FSDP or DeepSpeed")
         self._model = model
@@ -121,6 +139,7 @@ class RelayCallback(TrainerCallback):  # type: ignore[misc, unused-ignore]
             model._keys_to_ignore_on_save = None  # the trainer reads it, also of a plain module
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kept: Any) -> None:
+        trainer_logger.removeFilter(_not_of_missing_weights)
         self._due = self._stopping = False
         self._saved = state.global_step
         if self._resumed is None:
@@ -160,9 +179,19 @@ class RelayCallback(TrainerCallback):  # type: ignore[misc, unused-ignore]
     def on_train_end(self, args: Any, state: Any, control: Any, **kept: Any) -> None:
         if self._due or (self._saved != state.global_step and not self._stopping):
             self._save(state, kept)
+        if self._best is not None and not self._stopping:
+            self._load_best(self._best, kept["model"])
         checkpointer, self._checkpointer = self._checkpointer, None
         if checkpointer is not None:
             checkpointer.close()
+
+    def _load_best(self, best: KeepBest, model: Any) -> None:
+        self.checkpointer.wait()
+        step = best_step(self.checkpointer, best, self._timeout)
+        if step is None:
+            logger.warning("no step has the metric %s: the model stays as it is", best.metric)
+            return
+        self.checkpointer.load({"model": model}, step=step, include="model")
 
     def _save(self, state: Any, kept: Kept) -> None:
         self._due, self._saved = False, state.global_step
@@ -181,6 +210,12 @@ class RelayCallback(TrainerCallback):  # type: ignore[misc, unused-ignore]
         self.stalls.append(time.monotonic() - begun)
         if self._logs is not None and (trainer := self._logs()) is not None:
             trainer.log({"save_stall_seconds": self.stalls[-1]})
+
+
+def _not_of_missing_weights(record: logging.LogRecord) -> bool:
+    """The trainer warns of every weight that is not in its directory: none of them is, and all of
+    them come from the step."""
+    return not record.getMessage().startswith("There were missing keys in the checkpoint model")
 
 
 def _training_state(kept: Kept) -> Kept:
