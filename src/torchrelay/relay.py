@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 
 from torchrelay.arguments import items_of
-from torchrelay.coordination.groups import check_group
+from torchrelay.coordination.groups import check_group, current_group
 from torchrelay.deadlines import Deadline, Timeout, seconds_of
 from torchrelay.errors import UsageError
 from torchrelay.frames import emptied_frames
@@ -40,7 +42,8 @@ if TYPE_CHECKING:
 
 
 class Relay:
-    """Moves states between ranks of a process group. Ranks are ranks of that group.
+    """Moves states between ranks of a process group. Ranks are ranks of that group, as it is when a
+    call begins: torchft's groups have others after each quorum.
 
     The group is used to find the other ranks; everything else goes over sockets between them, so
     any backend will do, and a rank that died does not affect transfers between the others.
@@ -102,11 +105,14 @@ class Relay:
         self._workspace = Pooled(self._pool)
         self._closed = False
         self._owner = Owner("Relay", "move states in the parent, which has the group's connections")
-        self._node: Node = node_of(group)
+        self._joining = threading.Lock()
+        self._node: Node | None = None
+        with suppress(UsageError):  # a group that is configured later is joined by the first call
+            self._join()
 
     @property
     def rank(self) -> int:
-        rank: int = self._group.rank()
+        rank: int = current_group(self._group).rank()
         return rank
 
     def send(
@@ -241,14 +247,14 @@ class Relay:
         from torchrelay.endpoint.share import SharedState  # most relays need no server
 
         self._check_open()
-        return SharedState(self._group, state, step, self._timeout)
+        return SharedState(current_group(self._group), state, step, self._timeout)
 
     def peer(self, rank: int) -> PeerSource:
         """The state that a rank of the group offers with `share`, as a source of `recover`."""
         from torchrelay.sources.peer import PeerNotes, PeerSource
 
         self._check_rank(rank)
-        return PeerSource(PeerNotes(self._group), rank)
+        return PeerSource(PeerNotes(current_group(self._group)), rank)
 
     def close(self) -> None:
         """Free the memory that was kept. The group and the states received are the caller's."""
@@ -263,8 +269,19 @@ class Relay:
     def __exit__(self, *exc: object) -> None:
         self.close()
 
+    def _join(self) -> tuple[Any, Node]:
+        """The group of the moment, and this process's end of it."""
+        group = current_group(self._group)
+        with self._joining:
+            node = node_of(group)
+            if self._node not in (None, node):
+                self._resources.close()  # its processes have other ids in this group
+            self._node = node
+            return group, node
+
     def _member(self) -> Member:
-        return Member(self._node, self._group, self.rank, self._resources, self._workspace)
+        group, node = self._join()
+        return Member(node, group, group.rank(), self._resources, self._workspace)
 
     def _peers(self, given: int | Iterable[int]) -> list[int]:
         ranks = items_of("a peer", given, int, "a rank")
@@ -284,7 +301,7 @@ class Relay:
 
     def _check_rank(self, rank: int) -> None:
         self._check_open()
-        size = self._group.size()
+        size = current_group(self._group).size()
         if type(rank) is not int or not 0 <= rank < size:
             raise UsageError(f"rank {rank!r} is not in a group of {size}: name 0 to {size - 1}")
 

@@ -51,6 +51,33 @@ def check_group(group: Any) -> None:
         raise UsageError(f"group is a process group, not {type(group).__name__}{hint}")
 
 
+def current_group(group: Any) -> Any:
+    """The process group behind a wrapper, or the group itself.
+
+    torchft configures its wrappers again after each quorum: another group is behind them then, with
+    other ranks. They do not know their rank. `UsageError` before the first quorum, and for a group
+    that does not tell the rank at all.
+    """
+    found = group
+    while True:
+        try:
+            behind = getattr(found, "parent", None)
+        except AssertionError as fault:
+            raise UsageError(
+                f"{type(found).__name__} is not configured yet: its manager does that when a "
+                "quorum begins"
+            ) from fault
+        if not callable(getattr(behind, "rank", None)):
+            break
+        found = behind
+    if isinstance(found, dist.ProcessGroup) and dist.ProcessGroup.size(found) != found.size():
+        raise UsageError(
+            f"{type(found).__name__} does not tell the rank of this process: use one that does, "
+            "such as torchft's ProcessGroupGloo or ProcessGroupNCCL"
+        )
+    return found
+
+
 def members_of(group: Any) -> frozenset[int] | None:
     """The ranks of a group as the default group counts them; None for a group that torch does not
     know, as libraries make them."""

@@ -13,7 +13,7 @@ import torch
 from torch.distributed import Work
 from torch.utils._pytree import tree_flatten_with_path
 
-from torchrelay.coordination.groups import check_group
+from torchrelay.coordination.groups import check_group, current_group
 from torchrelay.deadlines import TICK, Deadline, seconds_of
 from torchrelay.dropin._torch_wire import LENGTH_TAG, Wait, recv_torch, send_torch
 from torchrelay.errors import PeerLostError, TransferTimeoutError, UsageError
@@ -64,7 +64,11 @@ class PGTransport:
         self._device = torch.device(device)
         self._state_dict = state_dict
         self._relay = Relay(pg, timeout=self._timeout) if protocol == "relay" else None
-        self._firsts = _firsts.setdefault(pg, {})
+
+    @property
+    def _group(self) -> Any:
+        """The group of the moment: torchft's have another one behind them after each quorum."""
+        return current_group(self._pg)
 
     def send_checkpoint(self, dst_ranks: list[int], state_dict: object) -> None:
         """Send a state dict to each rank in `dst_ranks`.
@@ -120,49 +124,47 @@ class PGTransport:
     def _send_torch(self, dst_ranks: list[int], state_dict: object) -> None:
         settle()
         deadline = Deadline(self._timeout)
-        wait = _waiter(self._pg, deadline)
+        group = self._group
+        wait = _waiter(group, deadline)
         hurried(
-            lambda: send_torch(self._pg, dst_ranks, state_dict, self._device, wait),
+            lambda: send_torch(group, dst_ranks, state_dict, self._device, wait),
             hurry=lambda: deadline.hasten(PARTING_SECONDS),
         )
 
     def _recv_torch(self, src_rank: int, into: object, deadline: Deadline) -> object:
         settle()
         leaves = None if into is None else dict(tree_flatten_with_path(into)[0])
-        wait = _waiter(self._pg, deadline)
+        group = self._group
+        wait = _waiter(group, deadline)
 
         def receive() -> object:
-            first = self._first(src_rank)
+            first = self._first(group, src_rank)
             first.wait(deadline, "at the start", phase="join")
-            del self._firsts[src_rank]
+            del _firsts[group][src_rank]
             length = int(first.tensor.item())
-            return recv_torch(self._pg, src_rank, length, self._device, wait, leaves)
+            return recv_torch(group, src_rank, length, self._device, wait, leaves)
 
         return hurried(receive, hurry=lambda: deadline.hasten(PARTING_SECONDS))
 
-    def _first(self, src_rank: int) -> _Posted:
+    def _first(self, group: Any, src_rank: int) -> _Posted:
         """The first message of a torch sender. A receive that was posted for it cannot be taken
         back, so it serves the next call on the group."""
-        if src_rank not in self._firsts:
-            device = self._device if self._is_device_only else torch.device("cpu")
+        firsts = _firsts.setdefault(group, {})
+        if src_rank not in firsts:
+            device = self._device if _is_device_only(group) else torch.device("cpu")
             length = torch.zeros(1, dtype=torch.int64, device=device)
-            work = self._pg.recv([length], src_rank, LENGTH_TAG)
-            self._firsts[src_rank] = _Posted(self._pg, work, length)
-        return self._firsts[src_rank]
-
-    @property
-    def _is_device_only(self) -> bool:
-        """Whether the backend cannot move host memory."""
-        backends = device_backends(self._pg)
-        return bool(backends) and "cpu" not in backends and "gloo" not in backends.values()
+            work = group.recv([length], src_rank, LENGTH_TAG)
+            firsts[src_rank] = _Posted(group, work, length)
+        return firsts[src_rank]
 
     def _comes_from_torch(self, src_rank: int, deadline: Deadline) -> bool:
         """Whether the next checkpoint comes by torch's protocol. Waits until that shows: a rank
         with a `Relay` has published where it listens."""
-        directory = directory_of(self._pg)
-        first = self._firsts.get(src_rank)
-        if first is None and not directory.knows(src_rank) and not self._is_device_only:
-            first = self._first(src_rank)
+        group = self._group
+        directory = directory_of(group)
+        first = _firsts.get(group, {}).get(src_rank)
+        if first is None and not directory.knows(src_rank) and not _is_device_only(group):
+            first = self._first(group, src_rank)
         while first is not None and not directory.knows(src_rank):
             if first.over.wait(min(TICK, deadline.left())):
                 return True
@@ -204,6 +206,12 @@ class _Posted:
 
 # The receives that are posted for the first message of a torch sender, by group and rank.
 _firsts: weakref.WeakKeyDictionary[Any, dict[int, _Posted]] = weakref.WeakKeyDictionary()
+
+
+def _is_device_only(group: Any) -> bool:
+    """Whether the backend cannot move host memory."""
+    backends = device_backends(group)
+    return bool(backends) and "cpu" not in backends and "gloo" not in backends.values()
 
 
 def _waiter(pg: Any, deadline: Deadline) -> Wait:

@@ -13,6 +13,7 @@ from typing import Any, Generic, TypeVar
 import torch
 from torchft.checkpointing.transport import CheckpointTransport
 
+from torchrelay.coordination.groups import current_group
 from torchrelay.errors import PeerLostError
 from torchrelay.relay import Relay
 from torchrelay.transports.meeting.directory import Directory, identity_from_text
@@ -29,15 +30,12 @@ class _Quorum:
         self.known = Directory()
         self.relay_node = Node(self.known)
 
-    # torchft's wrapper does not know its rank, and the group behind it is another one after each
-    # quorum.
-
     def rank(self) -> int:
-        rank: int = getattr(self._pg, "parent", self._pg).rank()
+        rank: int = current_group(self._pg).rank()
         return rank
 
     def size(self) -> int:
-        size: int = getattr(self._pg, "parent", self._pg).size()
+        size: int = current_group(self._pg).size()
         return size
 
 

@@ -263,5 +263,7 @@ class MessageDirectory(Directory):
 def directory_of(group: Any) -> Directory:
     """How the ranks of a group find each other."""
     with suppress(AttributeError, RuntimeError):  # a group of another library may have no store
-        return StoreDirectory(group.get_group_store(), group.rank())
+        store = group.get_group_store()
+        if store is not None:
+            return StoreDirectory(store, group.rank())
     return MessageDirectory(group)
