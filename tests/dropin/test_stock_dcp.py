@@ -455,6 +455,15 @@ def test_transforms_are_refused_by_name(saved: Path) -> None:
     assert caught.value.path == "w"
 
 
+def test_transforms_that_share_their_parts_are_not_written_out(saved: Path) -> None:
+    vast: Any = ("x",)
+    for _ in range(100):
+        vast = (vast, vast)
+    change_piece(saved, "w", transform_descriptors=vast)
+    with pytest.raises(UnsupportedLeafError, match="stream transforms"):
+        read_stock(saved)
+
+
 def boxes(*pairs: tuple[list[int], list[int]]) -> list[ChunkStorageMetadata]:
     return [ChunkStorageMetadata(torch.Size(o), torch.Size(n)) for o, n in pairs]
 

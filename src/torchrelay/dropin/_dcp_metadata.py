@@ -106,10 +106,10 @@ def _stored(data: dict[Any, Any]) -> _Stored:
         if index in found:
             p.refuse(f"{fqn!r:.200} is stored twice")
         g = p.fields(value, _STORAGE_INFO)
-        if g.get("transform_descriptors"):
+        if transforms := g.get("transform_descriptors"):
             raise UnsupportedLeafError(
-                "a stock DCP item was written through stream transforms "
-                f"({g['transform_descriptors']!r:.100}), which are not undone here",
+                f"a stock DCP item was written through stream transforms{_texts(transforms)}, "
+                "which are not undone here",
                 path=fqn,
             )
         file = p.typed(g["relative_path"], str)
@@ -122,6 +122,13 @@ def _stored(data: dict[Any, Any]) -> _Stored:
         if one.file == other.file and one.offset + one.length > other.offset:
             p.refuse(f"two items of {one.file!r} overlap at byte {other.offset}")
     return found
+
+
+def _texts(values: object) -> str:
+    """The texts in a list, in brackets. Other values may be vast in writing: parts are shared."""
+    if type(values) is not list:
+        return ""
+    return f" ({', '.join([f'{one:.100}' for one in values[:8] if type(one) is str])})"
 
 
 def _found(stored: _Stored, fqn: str, offset: tuple[int, ...] | None) -> StockPiece:

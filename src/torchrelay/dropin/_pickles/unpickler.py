@@ -16,7 +16,11 @@ from typing import Any, NoReturn
 
 import torch
 
+from torchrelay.pause import gc_paused
+
 MAX_DEPTH = 200
+_MAX_MARKS = 4 * MAX_DEPTH  # that are open at once: a level of a state has a few
+_FEW_PARTS = 1000
 MAX_DIMS = 64
 MAX_NUMBER = 1 << 62
 _DTYPES = {f"torch.{n}": d for n, d in vars(torch).items() if isinstance(d, torch.dtype)}
@@ -141,11 +145,30 @@ _VALUES: dict[str, Callable[..., object]] = {
 }
 
 
+_STOCK: dict[int, Callable[[Any], None]] = pickle._Unpickler.dispatch
+
+
+def _counted(act: Callable[[Any], None]) -> Callable[[Any], None]:
+    """The opcode of a container: one byte that takes fifty of memory."""
+
+    def run(self: _Unpickler) -> None:
+        self.containers -= 1
+        if self.containers < 0:
+            refuse("it has more containers than its length allows")
+        act(self)
+
+    return run
+
+
 class _Unpickler(pickle._Unpickler):
     names: frozenset[str]
     other: Callable[[str, str], type | None]
+    containers: int  # how many it may still make
+    kept: int  # how many values it may keep to come back to
     # Of the base class:
     stack: list[Any]
+    metastack: list[list[Any]]
+    memo: dict[int, Any]
     append: Callable[[object], None]
     read: Callable[[int], bytes]
 
@@ -158,6 +181,16 @@ class _Unpickler(pickle._Unpickler):
         if (kind := self.other(module, name)) is None:
             refuse(f"{full!r:.200} is not in the closed list of names")
         return Global(full, kind)
+
+    def memoize(self) -> None:
+        if len(self.memo) >= self.kept:
+            refuse("it keeps more values than its length allows")
+        _STOCK[pickle.MEMOIZE[0]](self)
+
+    def mark(self) -> None:
+        if len(self.metastack) >= _MAX_MARKS:
+            refuse(f"over {_MAX_MARKS} marks are open at once")
+        _STOCK[pickle.MARK[0]](self)
 
     def call(self) -> None:
         args, what = self.stack.pop(), self.stack.pop()
@@ -176,25 +209,36 @@ class _Unpickler(pickle._Unpickler):
         (length,) = struct.unpack("<Q", self.read(8))
         self.append(bytearray(self.read(length)))
 
-    dispatch = {
-        code[0]: pickle._Unpickler.dispatch[code[0]]
-        for code in (
-            *(pickle.PROTO, pickle.FRAME, pickle.STOP, pickle.MARK, pickle.MEMOIZE),
-            *(pickle.NONE, pickle.NEWTRUE, pickle.NEWFALSE, pickle.BININT, pickle.BININT1),
-            *(pickle.BININT2, pickle.LONG1, pickle.LONG4, pickle.BINFLOAT),
-            *(pickle.SHORT_BINUNICODE, pickle.BINUNICODE, pickle.BINUNICODE8),
-            *(pickle.SHORT_BINBYTES, pickle.BINBYTES, pickle.BINBYTES8),
-            *(pickle.EMPTY_TUPLE, pickle.TUPLE1, pickle.TUPLE2, pickle.TUPLE3, pickle.TUPLE),
-            *(pickle.EMPTY_LIST, pickle.APPEND, pickle.APPENDS, pickle.SETITEM, pickle.SETITEMS),
-            *(pickle.BINGET, pickle.LONG_BINGET, pickle.STACK_GLOBAL),
-        )
-    } | {
-        pickle.REDUCE[0]: call,
-        pickle.NEWOBJ[0]: call,
-        pickle.BUILD[0]: build,
-        pickle.BYTEARRAY8[0]: bytearray8,
-        pickle.EMPTY_DICT[0]: lambda self: self.append(PickledDict()),
-    }
+    dispatch = (
+        {
+            code[0]: _STOCK[code[0]]
+            for code in (
+                *(pickle.PROTO, pickle.FRAME, pickle.STOP),
+                *(pickle.NONE, pickle.NEWTRUE, pickle.NEWFALSE, pickle.BININT, pickle.BININT1),
+                *(pickle.BININT2, pickle.LONG1, pickle.LONG4, pickle.BINFLOAT),
+                *(pickle.SHORT_BINUNICODE, pickle.BINUNICODE, pickle.BINUNICODE8),
+                *(pickle.SHORT_BINBYTES, pickle.BINBYTES, pickle.BINBYTES8),
+                *(pickle.APPEND, pickle.APPENDS, pickle.SETITEM, pickle.SETITEMS),
+                *(pickle.EMPTY_TUPLE, pickle.BINGET, pickle.LONG_BINGET, pickle.STACK_GLOBAL),
+            )
+        }
+        | {
+            code[0]: _counted(_STOCK[code[0]])
+            for code in (
+                *(pickle.TUPLE1, pickle.TUPLE2, pickle.TUPLE3, pickle.TUPLE),
+                pickle.EMPTY_LIST,
+            )
+        }
+        | {
+            pickle.MARK[0]: mark,
+            pickle.MEMOIZE[0]: memoize,
+            pickle.REDUCE[0]: call,
+            pickle.NEWOBJ[0]: call,
+            pickle.BUILD[0]: build,
+            pickle.BYTEARRAY8[0]: bytearray8,
+            pickle.EMPTY_DICT[0]: _counted(lambda self: self.append(PickledDict())),
+        }
+    )
 
 
 class _WholeReads(io.BytesIO):
@@ -220,8 +264,12 @@ def unpickled(
     file = _WholeReads(data)
     reader = _Unpickler(file)
     reader.names, reader.other = names, other
+    # A pickler keeps each container that it makes, and makes each value that it keeps: that takes
+    # two opcodes.
+    reader.containers = reader.kept = len(data) // 2 + _FEW_PARTS
     try:
-        value = reader.load()
+        with gc_paused():
+            value = reader.load()
     except EOFError:
         refuse("its record is cut short")
     except KeyError as fault:
