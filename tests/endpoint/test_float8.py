@@ -65,6 +65,20 @@ def test_numbers_that_are_not_finite_are_refused(bad: float) -> None:
     assert caught.value.path == "w"
 
 
+@pytest.mark.parametrize("large", [1e300, -1e300, 3.5e38])
+def test_finite_numbers_beyond_float32_are_called_so(large: float) -> None:
+    state = {"w": torch.tensor([[1.0, large]], dtype=torch.float64)}
+    with pytest.raises(UsageError, match=r"beyond 3\.40282e\+38") as caught:
+        quantized(state, 128)
+    assert caught.value.path == "w" and "infinit" not in str(caught.value)
+
+
+def test_the_largest_numbers_of_float32_stay_finite() -> None:
+    most = torch.finfo(torch.float32).max
+    exact = most * (1 - torch.linspace(0, 1e-4, 10_000, dtype=torch.float64)).reshape(100, 100)
+    assert dequantize(*quantize(exact, 1), 1).isfinite().all()
+
+
 def test_scales_of_another_block_are_refused() -> None:
     values, scales = quantize(torch.ones(2, 64), 32)
     with pytest.raises(UsageError, match="blocks of 16"):

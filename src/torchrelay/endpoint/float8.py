@@ -31,8 +31,8 @@ _SMALLEST_SCALE = torch.finfo(torch.float32).tiny  # so that blocks of zeros can
 
 def quantize(tensor: torch.Tensor, block: int) -> tuple[torch.Tensor, torch.Tensor]:
     """The values and scales of a tensor; blocks are runs of `block` elements of its last dimension,
-    the last one the rest. `UsageError` if it holds a number that is not finite,
-    `UnsupportedLeafError` if its memory has been freed."""
+    the last one the rest. `UsageError` if it holds a number that is not finite, or one that float32
+    cannot hold: scales are float32. `UnsupportedLeafError` if its memory has been freed."""
     size = tensor.shape[-1]
     blocks = -(-size // block)
     if t.is_plain(tensor):
@@ -42,6 +42,12 @@ def quantize(tensor: torch.Tensor, block: int) -> tuple[torch.Tensor, torch.Tens
     grouped = padded.view(*tensor.shape[:-1], blocks, block)
     scales = grouped.abs().amax(-1) / LARGEST
     if not bool(scales.isfinite().all()):
+        if bool(tensor.isfinite().all()):
+            most = torch.finfo(torch.float32).max
+            raise UsageError(
+                f"a tensor with numbers beyond {most:.6g}, the largest of float32, cannot be "
+                "published as float8: the scales are float32"
+            )
         raise UsageError("a tensor with infinities or NaNs cannot be published as float8")
     scales.clamp_(min=_SMALLEST_SCALE)
     values = (grouped / scales.unsqueeze(-1)).clamp_(-LARGEST, LARGEST).to(VALUES)
