@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import random
+import re
 import socket
 import sys
 import threading
 import time
 from collections.abc import Callable
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -15,6 +17,7 @@ import pytest
 from tests.stores.test_conformance import contents, manifest, read, save, write
 from tests.support.s3 import BUCKET, LOSE, S3
 from torchrelay.errors import UsageError
+from torchrelay.stores.objects import bucket as buckets
 from torchrelay.stores.objects import draft as drafts
 from torchrelay.stores.objects.bucket import client_options
 from torchrelay.stores.objects.store import ObjectStore
@@ -519,3 +522,69 @@ def test_a_missing_bucket_is_an_error(s3: S3) -> None:
         store.steps()
     with pytest.raises(OSError, match=r"a\.safetensors"):
         write(store.draft(1, "t").open("a.safetensors", 1), b"a")
+
+
+# Few requests, and none that stalls for long ---------------------------------------------------
+
+
+@pytest.mark.parametrize("what", ["list-type", "manifest", r"a\.safetensors"])
+def test_a_read_that_stalls_is_asked_for_again(
+    s3: S3, url: str, monkeypatch: pytest.MonkeyPatch, what: str
+) -> None:
+    """By default a request may take as long as half of a save, 15 minutes."""
+    monkeypatch.setattr(buckets, "STALL_TIME", timedelta(seconds=0.5))
+    save(open_at(url), 1, {"a.safetensors": b"abc"})
+    over, stalled = threading.Event(), []
+
+    def hook(method: str, path: str) -> None:
+        if method == "GET" and re.search(what, path) and not stalled:
+            stalled.append(path)
+            over.wait(100)
+
+    s3.hook = hook
+    try:
+        store = open_at(url, timeout=1800)
+        assert store.steps() == [1] and contents(store, 1) == {"a.safetensors": b"abc"}
+        assert len(stalled) == 1
+    finally:
+        over.set()
+
+
+def test_sizes_of_many_files_take_one_request(s3: S3, url: str) -> None:
+    files = {f"{number}.safetensors": bytes([number]) for number in range(40)}
+    store = open_at(url)
+    save(store, 1, files)
+    s3.requests.clear()
+    step = store.open(1)
+    for _ in range(2):  # sizes are compared first, and then all is read
+        assert [step.reader(name).nbytes for name in files] == [1] * 40
+    assert not s3.seen("^HEAD")
+    assert len(s3.seen("list-type")) == 1 and len(s3.requests) == 2
+
+
+@pytest.mark.parametrize("how", ["it is listed late", "it may not be listed"])
+def test_an_object_that_is_not_listed_is_asked_for(s3: S3, url: str, how: str) -> None:
+    store = open_at(url)
+    save(store, 1, {"a.safetensors": b"abc"})
+    if how == "it may not be listed":
+        s3.hook = lambda method, path: 403 if "list-type" in path else None
+    step = store.open(1)
+    if how == "it is listed late":
+        step._sizes = {}
+    assert step.reader("a.safetensors").nbytes == 3
+    with pytest.raises(FileNotFoundError, match=r"b\.safetensors"):
+        step.reader("b.safetensors")
+
+
+def test_cleaning_does_not_list_the_files_of_steps(s3: S3, url: str) -> None:
+    store = open_at(url, grace=0)
+    for step in (1, 2, 3):
+        save(store, step, {f"{number}.safetensors": b"a" for number in range(9)})
+    leave_behind(url, 2, "dead")
+    leave_behind(url, 4, "gone")
+    s3.requests.clear()
+    assert store.clean() == ["step-2/dead", "step-4/gone"]
+    listed = s3.seen("list-type")
+    assert len(listed) == 1 + 4 + 3, "the root, each step, and the folders where drafts may be"
+    assert not [line for line in listed if re.search(r"step-[13](/|%2F)host", line)]
+    assert store.steps() == [1, 2, 3] and store.clean() == []

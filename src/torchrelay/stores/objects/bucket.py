@@ -15,6 +15,7 @@ from urllib.parse import urlsplit
 from torchrelay.errors import UsageError
 
 CONNECT_TIME = timedelta(seconds=10)
+STALL_TIME = timedelta(seconds=20)  # without a byte, after which a read is asked for again
 _STATUS = re.compile(r"status code: (\d{3})")
 _REFUSALS = {"401": errno.EACCES, "403": errno.EACCES, "404": errno.ENODEV}  # 404: of the bucket
 _ANSWER = re.compile(r"(<\?xml[^>]*>\s*)?<Error>.*</Error>", re.DOTALL)
@@ -68,6 +69,7 @@ class Bucket:
             raise UsageError(f"{url} needs the obstore library: {hint}") from error
         if scheme == "memory":
             self._store: Any = stores.MemoryStore()
+            self._reads: Any = self._store
             return
         # The last retry may begin just before its deadline and then take a whole request.
         half = timedelta(seconds=timeout / 2)
@@ -76,6 +78,14 @@ class Bucket:
         retries = {"retry_timeout": half}
         with self.named(""):
             self._store = stores.from_url(self.url, client_options=options, retry_config=retries)
+            # For reads alone: the time counts while a request is sent, too, and large parts take
+            # their time.
+            options["read_timeout"] = min(half, STALL_TIME)
+            self._reads = self._store
+            with suppress(self._errors.UnknownConfigurationKeyError):  # an old obstore
+                self._reads = stores.from_url(
+                    self.url, client_options=options, retry_config=retries
+                )
 
     def name(self, path: str) -> str:
         return f"{self.url}/{path}" if path else self.url
@@ -158,7 +168,7 @@ class Bucket:
     def get(self, path: str, most: int) -> bytes:
         """The bytes of an object; `OSError` if there are more than `most`."""
         with self.named(path):
-            return self._taken(path, self._obs.get(self._store, path), most)
+            return self._taken(path, self._obs.get(self._reads, path), most)
 
     def _taken(self, path: str, result: Any, most: int) -> bytes:
         """An answer in full. Memory is taken as bytes arrive, not by the length it announces."""
@@ -178,19 +188,21 @@ class Bucket:
 
     def nbytes(self, path: str) -> int:
         with self.named(path):
-            return int(self._obs.head(self._store, path)["size"])
+            return int(self._obs.head(self._reads, path)["size"])
 
     def read_range(self, path: str, start: int, nbytes: int) -> bytes:
         """At most that many bytes; fewer where the object ends."""
         with self.named(path):
             options = {"range": (start, start + nbytes)}
-            return self._taken(path, self._obs.get(self._store, path, options=options), nbytes)
+            return self._taken(path, self._obs.get(self._reads, path, options=options), nbytes)
 
-    def folders(self) -> list[str]:
-        """Names of what looks like directories right below the prefix."""
-        with self.named(""):
-            found = self._obs.list_with_delimiter(self._store)["common_prefixes"]
-            return [str(prefix).rstrip("/").rpartition("/")[2] for prefix in found]
+    def below(self, path: str = "") -> tuple[list[str], list[str]]:
+        """Names right below a path: of what looks like directories, and of objects."""
+        with self.named(path):
+            found = self._obs.list_with_delimiter(self._reads, path or None)
+            folders = [str(one).rstrip("/") for one in found["common_prefixes"]]
+            objects = [str(one["path"]) for one in found["objects"]]
+        return _last(folders), _last(objects)
 
     def objects(self, path: str = "", *, after: str | None = None) -> list[ObjectInfo]:
         """All objects below a path, or those of them that come after a name.
@@ -198,14 +210,14 @@ class Bucket:
         `OSError` with `EILSEQ` where one of them has a name that the library takes for none.
         """
         with self.named(path):
-            found = self._obs.list(self._store, path or None, offset=after, chunk_size=1000)
+            found = self._obs.list(self._reads, path or None, offset=after, chunk_size=1000)
             infos = [(one["path"], one["size"], one["last_modified"]) for one in found.collect()]
             return [ObjectInfo(*info) for info in infos]
 
     def some(self, most: int) -> list[str]:
         """Paths of the first objects below the prefix: all of them, if they are no more."""
         with self.named(""):
-            found = self._obs.list(self._store, chunk_size=min(most, 1000))
+            found = self._obs.list(self._reads, chunk_size=min(most, 1000))
             paths: list[str] = []
             for chunk in found:
                 paths += [one["path"] for one in chunk]
@@ -241,6 +253,10 @@ def client_options(scheme: str, environ: Mapping[str, str]) -> dict[str, Any]:
     if endpoint.lower().startswith("http://"):
         options["allow_http"] = True
     return options
+
+
+def _last(paths: list[str]) -> list[str]:
+    return [path.rpartition("/")[2] for path in paths]
 
 
 def _reason(error: BaseException) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import re
+import threading
 
 from torchrelay.errors import UsageError
 from torchrelay.memory.crew import Crew
@@ -53,6 +54,8 @@ class ObjectStep:
     def __init__(self, bucket: Bucket, crew: Crew, step: int, patience: Retry) -> None:
         self._bucket, self._crew, self._step, self._patience = bucket, crew, step, patience
         self.url = bucket.name(f"step-{step}")
+        self._sizes: dict[str, int] | None = None
+        self._lock = threading.Lock()
         self._token, self._record = patience(lambda: committed_at(bucket, step))
 
     def manifest(self) -> bytes:
@@ -71,7 +74,24 @@ class ObjectStep:
 
     def reader(self, name: str, *, once: bool = True) -> ObjectReader:
         check_name(name)
-        return ObjectReader(self._bucket, self._crew, f"{self._folder}/{name}", self._patience)
+        path = f"{self._folder}/{name}"
+        nbytes = self._listed().get(name)
+        if nbytes is None:  # a service may list an object late
+            nbytes = self._patience(lambda: self._bucket.nbytes(path))
+        return ObjectReader(self._bucket, self._crew, path, self._patience, nbytes)
+
+    def _listed(self) -> dict[str, int]:
+        """Bytes of its data objects, which are never written twice: one request for a thousand.
+        Empty where they may not be listed."""
+        with self._lock:
+            if self._sizes is None:
+                try:
+                    self._sizes = self.sizes()
+                except OSError as fault:
+                    if fault.errno not in (errno.EACCES, errno.EILSEQ):
+                        raise
+                    self._sizes = {}
+            return self._sizes
 
     def close(self) -> None:
         pass
@@ -83,9 +103,9 @@ class ObjectReader(DataReader):
 
     cold = batched = True
 
-    def __init__(self, bucket: Bucket, crew: Crew, path: str, patience: Retry) -> None:
+    def __init__(self, bucket: Bucket, crew: Crew, path: str, patience: Retry, nbytes: int) -> None:
         self._bucket, self._crew, self._path, self._patience = bucket, crew, path, patience
-        self.nbytes = patience(lambda: bucket.nbytes(path))
+        self.nbytes = nbytes
 
     def read_into(self, position: int, view: memoryview) -> None:
         end = position + len(view)

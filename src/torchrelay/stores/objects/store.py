@@ -62,7 +62,7 @@ class ObjectStore:
 
     def listing(self) -> Listing:
         try:
-            names = self._bucket.folders()
+            names, _ = self._bucket.below()
         except OSError as fault:
             if fault.errno != errno.EILSEQ:
                 raise
@@ -110,23 +110,35 @@ class ObjectStore:
             remove_own(self._bucket, f"step-{step}/{token}", record)
 
     def clean(self) -> list[str]:
-        drafts: dict[tuple[int, str], list[tuple[datetime, str]]] = {}
-        for path, _, modified in self._objects():
-            match = _DATA.fullmatch(path)
-            if match and DATA_NAME.fullmatch(match[3]):
-                drafts.setdefault((int(match[1]), match[2]), []).append((modified, path))
+        steps = list(self.listing())
         removed = []
-        for (step, token), objects in sorted(drafts.items()):
-            age = datetime.now(timezone.utc) - max(objects)[0]
-            if age.total_seconds() < self._grace:
-                continue
-            # Asked after the listing, so that a draft committed meanwhile is seen as a step.
-            with suppress(FileNotFoundError):
-                if folder_of(self._bucket, step) in (token, ""):
-                    continue
-            self._bucket.remove([path for _, path in objects])
-            removed.append(f"step-{step}/{token}")
+        for step, drafts in zip(steps, self._crew.each(self._drafts, steps), strict=True):
+            for token in drafts:
+                folder = f"step-{step}/{token}"
+                if self._remove_draft(step, token, self._bucket.objects(folder)):
+                    removed.append(folder)
         return removed
+
+    def _drafts(self, step: int) -> list[str]:
+        """The folders of a step that may be drafts. Of most steps one request tells: they have one
+        folder, and a manifest."""
+        folders, objects = self._bucket.below(f"step-{step}")
+        return [] if len(folders) == 1 and MANIFEST in objects else sorted(folders)
+
+    def _remove_draft(self, step: int, token: str, objects: list[ObjectInfo]) -> bool:
+        data = [(match, one) for one in objects if (match := _DATA.fullmatch(one.path))]
+        own = [one for match, one in data if DATA_NAME.fullmatch(match[3])]
+        if not own:
+            return False
+        age = datetime.now(timezone.utc) - max(one.modified for one in own)
+        if age.total_seconds() < self._grace:
+            return False
+        # Asked after the listing, so that a draft committed meanwhile is seen as a step.
+        with suppress(FileNotFoundError):
+            if folder_of(self._bucket, step) in (token, ""):
+                return False
+        self._bucket.remove([one.path for one in own])
+        return True
 
     def free_bytes(self) -> int | None:
         return None
