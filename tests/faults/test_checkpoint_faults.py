@@ -10,7 +10,6 @@ import logging
 import os
 import resource
 import signal
-import socket
 import subprocess
 import threading
 import time
@@ -35,6 +34,7 @@ from torchrelay.checkpointer import KeepAll, KeepEvery, KeepLast
 from torchrelay.coordination.coordinator import Coordinator
 from torchrelay.deadlines import Deadline
 from torchrelay.stores.local.files import Files
+from torchrelay.stores.local.root import host_name
 from torchrelay.stores.local.store import LocalStore
 
 SHORT = 2.0  # seconds a call may take that is meant to fail by its deadline
@@ -713,7 +713,7 @@ def test_left_overs_of_another_host_stay_for_a_day(tmp_path: Path) -> None:
     """Its locks may not be visible here."""
     with tr.Checkpointer(tmp_path) as checkpointer:
         checkpointer.save(1, state(1))
-    here = socket.gethostname()
+    here = host_name()
     names = {host: tmp_path / f"step-5.tmp-{host}-1-ab" for host in (here, "elsewhere")}
     old = tmp_path / "step-6.tmp-elsewhere-1-ab"
     for path in (*names.values(), old):

@@ -24,6 +24,7 @@ from tests.support.saved import state, which
 from torchrelay.checkpointer import Keep
 from torchrelay.stores.dcp import Writer
 from torchrelay.stores.local.files import Files
+from torchrelay.stores.local.root import host_name
 from torchrelay.stores.writer.file_writer import FileWriter
 
 
@@ -183,7 +184,7 @@ def test_a_read_only_file_system_with_leftovers_can_be_read(
         ckpt.save(1, state(1))
         ckpt.save(2, state(2))
     (tmp_path / "step-2").rename(tmp_path / "step-2.old-elsewhere-1-ab")
-    host = os.uname().nodename
+    host = host_name()
     (tmp_path / "step-1").rename(tmp_path / f"step-1.old-{host}-1-cd")
     (tmp_path / f"step-3.tmp-{host}-1-ef").mkdir()
 

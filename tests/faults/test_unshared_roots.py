@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -13,7 +14,9 @@ import torch
 import torchrelay as tr
 from tests.support.ranks import RankPool
 from tests.support.ways import patched
+from torchrelay.checkpointer import loader
 from torchrelay.stores.local import draft
+from torchrelay.stores.local.root import StepRoot
 
 SECONDS = 60.0
 
@@ -58,7 +61,10 @@ def load_apart(rank: int, group: Any, root: str) -> list[str]:
     if rank == 0:
         with tr.Checkpointer(f"{root}/host-0", group=False) as ckpt:
             ckpt.save(5, {"w": torch.ones(4)})
-    with tr.Checkpointer(f"{root}/host-{rank}", timeout=SECONDS) as ckpt:
+    with (
+        patched(loader, VISIBLE_SECONDS=0.2),
+        tr.Checkpointer(f"{root}/host-{rank}", timeout=SECONDS) as ckpt,
+    ):
         return [told(lambda: ckpt.load(step=5)), told(ckpt.load)]
 
 
@@ -67,6 +73,37 @@ def test_a_load_from_roots_that_are_not_shared_says_so(pool2: RankPool, tmp_path
         for text in texts:
             assert "rank 1 does not see" in text and "shared file system" in text, text
             assert f"{tmp_path}/host-0/step-5" in text and f"{tmp_path}/host-1" in text, text
+
+
+def load_late(rank: int, group: Any, root: str, looks: int) -> list[int]:
+    """Rank 1 sees a step only after a while, as on a network file system right after a save."""
+    if rank == 0:
+        with tr.Checkpointer(root, group=False) as ckpt:
+            ckpt.save(5, {"w": torch.ones(4)})
+    found, left, existing = [], looks, StepRoot.existing
+
+    def late(self: StepRoot, step: int) -> Path:
+        nonlocal left
+        if rank == 1 and left:
+            left -= 1
+            raise FileNotFoundError(errno.ENOENT, "no such directory", str(self.path))
+        return existing(self, step)
+
+    with (
+        patched(StepRoot, existing=late),
+        patched(loader, PAUSES=(0.001, 0.01)),
+        tr.Checkpointer(root, timeout=SECONDS) as ckpt,
+    ):
+        found.append(ckpt.load(step=5).step)
+        left = looks
+        found.append(ckpt.load().step)
+    return found
+
+
+def test_a_load_waits_for_a_step_that_a_rank_does_not_see_yet(
+    pool2: RankPool, tmp_path: Path
+) -> None:
+    assert pool2.run(load_late, str(tmp_path), 15, timeout=120) == [[5, 5]] * 2
 
 
 def test_no_space_says_how_much_the_steps_that_are_retained_take(

@@ -49,7 +49,9 @@ from torchrelay.steps import check_step
 from torchrelay.stores.seam import PreparedStep
 
 LOOK_SECONDS = 0.1  # before another look for the newest step
-MISSED = 2  # times that a rank may miss a step that rank 0 sees: it may be replaced meanwhile
+VISIBLE_SECONDS = 10.0  # that a network file system may take to show a step that rank 0 sees
+PAUSES = (0.05, 1.0)  # seconds between two looks for it: first, and after a long wait
+_MOVED, _UNSEEN = b"moved", b"unseen"
 
 
 @dataclass
@@ -117,7 +119,7 @@ class Loader:
 
     def _load(self, call: Call, request: LoadRequest, deadline: Deadline) -> Loaded:
         torn: RelayError | None = None
-        misses = 0
+        unseen = _Wait()
         todo = self._find(call, request.step, deadline)
         while todo:
             step = todo.pop(0)
@@ -130,8 +132,7 @@ class Loader:
                 touched = load is not None and load.touched
                 torn = fault if touched else torn
                 skips = (DamagedError,) if load else (DamagedError, StepNotFoundError)
-                if isinstance(fault, skips) and self._has_moved(call, step, misses, deadline):
-                    misses += 1
+                if isinstance(fault, skips) and self._has_moved(call, step, unseen, deadline):
                     todo = [
                         found
                         for found in self._find(call, request.step, deadline)
@@ -210,9 +211,10 @@ class Loader:
             self._opened.close()
             self._opened = None
 
-    def _has_moved(self, call: Call, step: int, misses: int, deadline: Deadline) -> bool:
+    def _has_moved(self, call: Call, step: int, unseen: _Wait, deadline: Deadline) -> bool:
         """Whether a step that could not be loaded was removed, or replaced by another save: then it
-        is not damaged. `CheckpointError` if this rank does not see what the coordinator sees."""
+        is not damaged. The same, after a pause, if a rank does not see yet what the coordinator
+        sees; `CheckpointError` if it does not for long."""
         if deadline.passed:
             return False
         seen = b"" if self._opened is None else self._opened.digest
@@ -227,7 +229,9 @@ class Loader:
             ]
             there = found[0][1]
             blind = next((rank for rank, (_, now, _) in enumerate(found) if now is None), None)
-            if there is not None and blind is not None and misses + 1 >= MISSED:
+            if there is not None and blind is not None:
+                if unseen.lasts(deadline):
+                    return [_UNSEEN] * len(said)
                 raise CheckpointError(
                     f"rank {blind} does not see {name}/step-{step}, as rank 0 does: is it on a "
                     f"shared file system? Rank {blind} has {found[blind][2]}",
@@ -235,9 +239,12 @@ class Loader:
                     step=step,
                 )
             moved = there is None or any(before != there for before, _, _ in found)
-            return [b"moved" if moved else b""] * len(said)
+            return [_MOVED if moved else b""] * len(said)
 
-        return bool(call.round("look again", mine, decide, deadline))
+        found = call.round("look again", mine, decide, deadline)
+        if found == _UNSEEN:
+            unseen.pause()
+        return bool(found)
 
     def _look(self, step: int, deadline: Deadline) -> bytes | None:
         """The digest of a step's record; empty if it is damaged, None if it does not exist."""
@@ -343,6 +350,25 @@ class Loader:
             self.damaged.add(step)
         text = f"step {step} in {self._source.name} is damaged or gone, and is skipped: {fault}"
         warnings.warn(text, RuntimeWarning, stacklevel=5)
+
+
+class _Wait:
+    """Looks for a step that some rank does not see yet."""
+
+    def __init__(self) -> None:
+        self._end: float | None = None
+        self._pause, self._longest = PAUSES
+
+    def lasts(self, deadline: Deadline) -> bool:
+        """Whether another look is worth it."""
+        now = time.monotonic()
+        if self._end is None:
+            self._end = now + VISIBLE_SECONDS
+        return now < self._end and deadline.early() > 2 * self._pause
+
+    def pause(self) -> None:
+        time.sleep(self._pause)
+        self._pause = min(2 * self._pause, self._longest)
 
 
 def _in_free_memory(act: Callable[[], bytes], step: int) -> bytes:

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 
-from torchrelay.stores.local.files import Files, claimed, lock, named
+from torchrelay.stores.local.files import Files, claimed, lock, named, refresh
 from torchrelay.stores.local.handles import Handles
 from torchrelay.stores.local.removal import remove_directory
 from torchrelay.stores.local.root import StepRoot, directory_id, is_committed
@@ -18,7 +18,7 @@ from torchrelay.stores.retry import commit_unknown
 from torchrelay.stores.seam import MANIFEST, Buffer, CommitPoint, Listing
 
 WRITE_OUT_BYTES = 8 << 20
-VISIBLE_SECONDS = 2.0  # that a network file system may take to show another host's directory
+VISIBLE_SECONDS = 10.0  # that a network file system may take to show another host's directory
 _TRIES = 100
 
 
@@ -75,6 +75,8 @@ class LocalDraft(CommitPoint):
             if time.monotonic() > end:
                 raise FileNotFoundError(errno.ENOENT, "no such directory", self.place)
             time.sleep(0.02)
+            with suppress(OSError):
+                refresh(str(self._root.path))
 
     def open(self, name: str, nbytes: int) -> LocalSink:
         return LocalSink(f"{self.place}/{name}", self._files, nbytes, self._handles)

@@ -74,7 +74,18 @@ class Files:
         sync(fd)
 
     def rename(self, old: str, new: str) -> None:
-        Path(old).rename(new)
+        """A network file system sends the call again when an answer is late, and then reports that
+        the old name does not exist, though the call was carried out: the new name tells."""
+        before = os.lstat(old)
+        try:
+            Path(old).replace(new)
+        except OSError:
+            with suppress(OSError):
+                refresh(str(Path(new).parent))
+                after = os.lstat(new)
+                if (after.st_dev, after.st_ino) == (before.st_dev, before.st_ino):
+                    return
+            raise
 
     def exchange(self, one: str, other: str) -> bool:
         """Swap two directories in one step; False where the file system cannot."""
@@ -130,6 +141,12 @@ class Files:
                 os.close(fd)
 
 
+def refresh(path: str) -> None:
+    """Have a network file system ask its server what is in a directory: a client may remember for a
+    minute that a name does not exist."""
+    os.scandir(path).close()
+
+
 @contextmanager
 def atomic_file(path: Path) -> Iterator[BinaryIO]:
     """Within: a file to write to. It gets the name `path`, in place of an older file, when all of
@@ -140,7 +157,7 @@ def atomic_file(path: Path) -> Iterator[BinaryIO]:
             yield file
             file.flush()
             sync(file.fileno())
-        temporary.replace(path)
+        Files().rename(str(temporary), str(path))
         Files().sync_name(str(path))
     finally:
         temporary.unlink(missing_ok=True)

@@ -9,9 +9,12 @@ import socket
 import stat
 from collections.abc import Iterator
 from contextlib import suppress
-from functools import lru_cache
+from functools import cache, lru_cache
 from pathlib import Path
 
+import xxhash
+
+from torchrelay.machine import machine
 from torchrelay.steps import MAX_STEP
 from torchrelay.stores.local.files import Files
 from torchrelay.stores.seam import MANIFEST, Listing
@@ -27,8 +30,15 @@ def token() -> str:
     return f"{host_name()}-{os.getpid()}-{os.urandom(4).hex()}"
 
 
+@cache
 def host_name() -> str:
-    return re.sub(r"[^A-Za-z0-9_.]", "_", socket.gethostname())[:60] or "host"
+    """This host, until it is started again. Several hosts may be called "localhost": the name says
+    whom a user may ask, and the digest of the kernel's own identity tells hosts apart."""
+    identity = machine()
+    with suppress(OSError):
+        identity = identity or Path("/etc/machine-id").read_text(encoding="ascii").strip()
+    name = re.sub(r"[^A-Za-z0-9_.]", "_", socket.gethostname())[:60] or "host"
+    return f"{name}.{xxhash.xxh64_hexdigest(identity.encode())}"
 
 
 class StepRoot:
