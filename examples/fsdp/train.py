@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import os
+from contextlib import suppress
 
 import torch
 import torch.distributed as dist
@@ -53,7 +54,7 @@ def train(folder: str, job: str, steps: int, every: int) -> None:
     data = Data(rank, world)
     state = {"model": model, "optim": optim, "schedule": schedule, "ema": ema, "data": data}  # +
     ckpt = tr.Checkpointer(folder, keep=3, keeper=tr.Keeper(job))  # +
-    if ckpt.steps():  # +
+    with suppress(tr.errors.NothingToRecoverError):  # +
         tr.recover(into=state, sources=[ckpt.keeper, ckpt])  # +
     done = False
     while not done:

@@ -278,7 +278,8 @@ class Checkpointer:
         return self._bounded("list the steps", self._catalog.steps)
 
     def latest(self) -> int | None:
-        """The newest committed step that is intact: see `holds`."""
+        """The newest committed step that is intact, as this rank sees it: see `holds`. Another rank
+        may not see it yet; all decide together whether to resume with `recover`."""
         return self._bounded("look for the newest step", self._catalog.latest)
 
     def record(self, step: int) -> Record:
