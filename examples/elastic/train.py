@@ -17,6 +17,7 @@ import signal
 import torch
 import torch.distributed as dist
 from gpt import GPT, RandomNumbers, Text
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import torchrelay as tr
@@ -27,9 +28,9 @@ def train(
 ) -> None:
     torch.manual_seed(0)
     model = GPT()
-    for block in model.blocks:
-        fully_shard(block)
-    fully_shard(model)
+    mesh = init_device_mesh("cpu", (world,))  # with GPUs: "cuda"
+    for part in (*model.blocks, model):
+        fully_shard(part, mesh=mesh)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     text = Text(rank, world)
     torch.manual_seed(1 + rank)

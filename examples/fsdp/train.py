@@ -16,6 +16,7 @@ from contextlib import suppress
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import torchrelay as tr  # +
@@ -47,7 +48,7 @@ def train(folder: str, job: str, steps: int, every: int) -> None:
     rank, world = dist.get_rank(), dist.get_world_size()
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU(), nn.Linear(WIDTH, CLASSES))
-    fully_shard(model)
+    fully_shard(model, mesh=init_device_mesh("cpu", (world,)))  # with GPUs: "cuda"
     optim = torch.optim.AdamW(model.parameters(), lr=1e-2)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optim, steps)
     ema = {name: weight.detach().clone() for name, weight in model.named_parameters()}

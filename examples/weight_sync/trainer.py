@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from model import GPT, batch, digest
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn import functional
 from workers import SECONDS
@@ -34,8 +35,9 @@ def train(
     """Resume, and train up to the step `last`, or until the process is killed."""
     torch.manual_seed(0)
     model = GPT(layers)
+    mesh = init_device_mesh("cpu", (world,))  # with GPUs: "cuda"
     for part in (*model.blocks, model):
-        fully_shard(part)
+        fully_shard(part, mesh=mesh)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     state: dict[str, Any] = {"model": model, "optimizer": optimizer, "step": 0}
     checkpointer = tr.Checkpointer(folder, keep=2, timeout=SECONDS)
