@@ -19,6 +19,10 @@ STATE = {"w": torch.arange(4.0)}
 LOSSES = {1: 0.9, 2: 0.4, 3: 0.6, 4: 0.5, 5: 0.8}
 
 
+def repr_of(value: object) -> str:
+    return type(value).__name__
+
+
 def saved(root: Path, keep: Any, values: dict[int, float], name: str = "loss") -> list[int]:
     with tr.Checkpointer(root, keep=keep) as steps:
         for step, value in values.items():
@@ -72,12 +76,36 @@ def test_tensors_are_numbers(tmp_path: Path) -> None:
         assert steps.record(1).saved.metrics == {"loss": 0.25}
 
 
-@pytest.mark.parametrize("bad", [{"loss": "0.5"}, {"loss": None}, {1: 0.5}, [0.5]])
+def test_a_number_beyond_all_floats_costs_no_step(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.WARNING, "torchrelay"):
+        assert saved(tmp_path, None, {1: 10**400, 2: -(10**5000)}) == [1, 2]
+    assert "metric loss is inf" in caplog.text
+
+
+class NoNumber:
+    def __float__(self) -> float:
+        raise KeyError("no")
+
+    def __repr__(self) -> str:
+        raise KeyError("no text either")
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        *({"loss": "0.5"}, {"loss": None}, {1: 0.5}, [0.5]),
+        *({"lo\ud800ss": 0.5}, {10**5000: 0.5}, {"loss": [10**5000]}, {"loss": NoNumber()}),
+    ],
+    ids=repr_of,
+)
 def test_what_is_no_metric_is_refused(tmp_path: Path, bad: Any) -> None:
     with tr.Checkpointer(tmp_path) as steps:
         with pytest.raises(UsageError, match="metric"):
             steps.save(1, STATE, metrics=bad)
         assert steps.steps() == []
+        steps.save(1, STATE, metrics={"loss": 1})  # and the next save is none the worse
 
 
 @pytest.mark.parametrize("bad", [{"k": 0}, {"mode": "best"}])

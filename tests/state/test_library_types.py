@@ -308,6 +308,11 @@ def test_the_line_to_write_works(tmp_path: Path) -> None:
     assert type(got) is Numbers and got == [1, 2]
 
 
+def test_a_name_that_cannot_be_written_is_refused_at_once() -> None:
+    with pytest.raises(tr.errors.UsageError, match="cannot be written"):
+        tr.register(Mine, name="\ud800", encode=vars, decode=lambda fields: Mine())
+
+
 def test_the_caller_s_decimal_context_changes_nothing(tmp_path: Path) -> None:
     with decimal.localcontext(decimal.Context(prec=3, capitals=0)):
         record = typed.encode_typed(decimal.Decimal("1.23456E+99"))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import copy
 from functools import cache
 from pathlib import Path
@@ -18,6 +19,7 @@ from torch.distributed.tensor import DTensor
 
 import torchrelay as tr
 from tests.support.ranks import RankPool
+from torchrelay.errors import UnsupportedLeafError
 from torchrelay.plan.snapshot import capture
 from torchrelay.state.objects import flatten_objects
 from torchrelay.state.tree import unflatten
@@ -383,3 +385,35 @@ def test_an_optimizer_takes_less_than_it_has(tmp_path: Path) -> None:
         held.load(into={"o": old})
     assert not old.state and old.param_groups[0]["lr"] == 0.5
     torch.testing.assert_close(before, other.state_dict())
+
+
+class Raises:
+    """Has attributes that raise something else than AttributeError when they are looked at."""
+
+    @property
+    def state_dict(self) -> object:
+        raise RuntimeError("not now")
+
+    load_state_dict = state_dict
+
+
+class RaisesLater:
+    def state_dict(self) -> dict[str, int]:
+        return {"x": 1}
+
+    @property
+    def load_state_dict(self) -> object:
+        raise KeyError("never")
+
+
+@pytest.mark.parametrize("kind", [Raises, RaisesLater])
+def test_an_attribute_that_raises_is_refused_by_path(tmp_path: Path, kind: type) -> None:
+    states: list[Any] = [{"a": [1, kind()]}, {"a": [1, collections.deque([kind()])]}]
+    for step, state in enumerate(states):
+        with tr.Checkpointer(tmp_path) as checkpointer:
+            with pytest.raises(UnsupportedLeafError) as caught:
+                checkpointer.save(step, state)
+            assert (caught.value.path or "").startswith("['a'][1]")
+            checkpointer.save(step, {"a": [1, {"x": 2}]})
+            with pytest.raises(UnsupportedLeafError):
+                checkpointer.load(state)

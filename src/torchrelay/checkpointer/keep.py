@@ -57,8 +57,11 @@ def checked_metrics(metrics: Mapping[str, float] | None) -> dict[str, float]:
     found = {}
     for name, value in metrics.items():
         number = _number(value)
-        if not isinstance(name, str) or number is None:
-            raise UsageError(f"a metric is a number with a name, not {name!r}: {value!r}")
+        if not _is_text(name) or number is None:
+            raise UsageError(
+                f"a metric is a number with a name that can be written, not {_shown(name)}: "
+                f"{_shown(value)}"
+            )
         if math.isfinite(number):
             found[name] = number
         else:
@@ -72,8 +75,25 @@ def _number(value: object) -> float | None:
         return None
     try:
         return float(value)  # type: ignore[arg-type]
-    except (TypeError, ValueError, RuntimeError):
+    except OverflowError:  # a whole number that no float comes near
+        return math.inf
+    except Exception:  # of the code of any type
         return None
+
+
+def _is_text(name: object) -> bool:
+    """Whether a name can be written: lone surrogates cannot."""
+    try:
+        return isinstance(name, str) and bool(name.encode() or True)
+    except UnicodeEncodeError:
+        return False
+
+
+def _shown(value: object) -> str:
+    try:
+        return repr(value)[:80]
+    except Exception:  # of the code of any type; a number may have too many digits
+        return f"a {type(value).__name__}"
 
 
 def _check_positive(rule: str, value: object) -> None:

@@ -6,7 +6,7 @@ are late: their elements are copied from images that are held until the commit.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -15,19 +15,20 @@ import torch
 from torchrelay.errors import MismatchError
 from torchrelay.geometry.boxes import Numbers
 from torchrelay.geometry.chunks import Chunks
-from torchrelay.geometry.strides import packed
+from torchrelay.geometry.strides import extent, packed
 from torchrelay.landing.checks.fit import ArrayFit, Fit, Found, fit
 from torchrelay.landing.checks.ties import check_ties
 from torchrelay.landing.leaves import strides_of
 from torchrelay.landing.pairing import PreparedDestination
 from torchrelay.landing.straight import Indices, Straight, gpu_of
+from torchrelay.landing.workspace import Workspace
 from torchrelay.record import manifest as m
 from torchrelay.record.rows import LeafRows, Marks
 from torchrelay.state import tensors as t
 from torchrelay.state.leaves import check_buildable
 from torchrelay.state.matching import Matched, Pair
 from torchrelay.state.objects import InPlaceObject
-from torchrelay.state.paths import LeafPaths, Path, naming
+from torchrelay.state.paths import LeafPaths, Path, naming, show
 
 
 class Fitting:
@@ -72,10 +73,13 @@ class Fitting:
         self.written: list[Any] = [*mine] if whole else [mine[n] for n in leaves]
         self.written += [sharded[n] for n in leaves if n in sharded] if sharded else []
         more: list[torch.Tensor] = []
+        homes: list[int] = []  # of these, by leaf here
+        late_homes: list[int] = []
         added: list[tuple[int, int, int, int, int, int]] = []
         for pair, path, here in fits:
             if isinstance(pair, ArrayFit):
                 self.late.append(pair)
+                late_homes.append(here)
                 continue
             part, tensor = pair.part, pair.destination
             self.written.append(tensor)
@@ -86,13 +90,41 @@ class Fitting:
             nbytes = _run_bytes(pair)
             if not nbytes:
                 self.late.append(pair)
+                late_homes.append(here)
                 continue
             at = chunks.start_of(part.storage) + part.offset
             number, gpu = len(locals_) + len(more), gpu_of(tensor)
             added.append((at, tensor.data_ptr(), nbytes, part.storage, number, gpu))
             more.append(tensor)
+            homes.append(here)
         self.tensors: Sequence[Any] = [*locals_, *more] if more else locals_
         self.table = plain.joined(added)
+        self._homes, self._late_homes, self._locals = homes, late_homes, len(locals_)
+
+    def check_writable(self, workspace: Workspace, path_of: Callable[[int], Path]) -> None:
+        """`MismatchError` for a tensor in memory that can only be read: a write to it would end the
+        process."""
+        near = self.table.some(self.table.on_host)
+        late: list[int] = []
+        addresses, sizes = [near.address.astype(np.uint64)], [near.nbytes.astype(np.uint64)]
+        for pair, here in zip(self.late, self._late_homes, strict=True):
+            if isinstance(pair, Fit) and pair.destination.device.type == "cpu":
+                reach = extent(pair.destination.shape, pair.destination.stride())
+                addresses.append(np.array([pair.destination.data_ptr()], np.uint64))
+                sizes.append(np.array([reach * pair.destination.element_size()], np.uint64))
+                late.append(here)
+        found = workspace.first_read_only(np.concatenate(addresses), np.concatenate(sizes))
+        if found >= len(near.leaf):
+            here = late[found - len(near.leaf)]
+        elif found >= 0:
+            number = int(near.leaf[found])
+            here = number if number < self._locals else self._homes[number - self._locals]
+        if found >= 0:
+            raise MismatchError(
+                "the destination cannot be written: its memory is mapped for reading alone; give a "
+                "clone of it",
+                path=show(path_of(here)),
+            )
 
     @property
     def late_images(self) -> list[int]:

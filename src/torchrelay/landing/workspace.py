@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from torchrelay.errors import MismatchError
+from torchrelay.geometry.boxes import Numbers
 from torchrelay.geometry.runs import Moves, copy_one_by_one
 
 LARGE_BYTES = 1 << 20  # what is smaller is torch's own: its allocator reuses small pieces well
@@ -24,6 +25,10 @@ class Workspace:
     def stage(self, nbytes: int, device: torch.device | str = "cpu") -> torch.Tensor:
         """One buffer for a staged copy."""
         return allocate(nbytes, device)
+
+    def first_read_only(self, addresses: Numbers, sizes: Numbers) -> int:
+        """The first of some ranges of host memory that cannot be written; -1 if there is none."""
+        return -1
 
     def copy(
         self, moves: Moves, *, alone: bool = True, also: Sequence[Callable[[], object]] = ()

@@ -22,12 +22,14 @@ from typing import NamedTuple
 import torch
 
 from torchrelay.errors import MismatchError, ResourceError
+from torchrelay.geometry.boxes import Numbers
 from torchrelay.geometry.runs import Moves
 from torchrelay.landing.workspace import LARGE_BYTES, Workspace, allocate
 from torchrelay.memory import threads, vectors
 from torchrelay.memory.free import check_free
 from torchrelay.memory.gpu import kernels
 from torchrelay.memory.pages import Mapping, paged, populate, release
+from torchrelay.memory.writable import first_read_only
 
 
 class _Range(NamedTuple):
@@ -153,6 +155,9 @@ class CheckedWorkspace(Workspace):
         if torch.device(device).type == "cpu":
             _check_free(nbytes)
         return super().stage(nbytes, device)
+
+    def first_read_only(self, addresses: Numbers, sizes: Numbers) -> int:
+        return first_read_only(addresses, sizes)
 
 
 def _check_free(nbytes: int) -> None:

@@ -95,6 +95,8 @@ def encode_value(value: object) -> Value:
 
 def decode_value(record: Value) -> object:
     """Undo `encode_value`. `ValueError` for a record that no value encodes to."""
+    if type(record) in PLAIN:
+        return record
     if isinstance(record, Float):
         return _float(record.bits)
     if isinstance(record, BigInt):

@@ -131,9 +131,9 @@ def flatten_objects(state: object) -> tuple[Flat, Objects]:
     objects: Objects = {}
 
     def opened(value: object, path: Path) -> object:
-        if not _is_stateful(value):
-            return value
         try:
+            if not _is_stateful(value):
+                return value
             state = value.state_dict()  # type: ignore[attr-defined]
         except Exception as fault:
             raise UnsupportedLeafError(

@@ -38,7 +38,7 @@ def _remedy(leaf: object) -> str:
         return "it is a class; put an instance, or its name as text, in its place"
     if inspect.isroutine(leaf) or inspect.ismodule(leaf):
         return "it is code; put its name as text in its place"
-    if callable(getattr(leaf, "state_dict", None)):
+    if callable(inspect.getattr_static(leaf, "state_dict", None)):
         return (
             "put its state_dict() in its place (objects with state_dict and load_state_dict are "
             "taken as they are in dicts, lists and tuples, not inside of other types)"

@@ -46,6 +46,10 @@ def register(
     both sides register the same one. Registering the same type again replaces its codec.
     """
     name = name or type_.__qualname__
+    try:
+        name.encode()
+    except UnicodeEncodeError:
+        raise UsageError(f"the name {name!r} cannot be written: pass another") from None
     owner = _by_name.get(name)
     if (owner is not None and owner.type is not type_) or _subclasses.get(name, type_) is not type_:
         raise UsageError(f"the name {name!r} is registered for another type: pass name=")

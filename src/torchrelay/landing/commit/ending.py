@@ -105,6 +105,8 @@ class StateLanding(Landing):
             made = np.flatnonzero(self._new.marks).tolist()
             check_records(rows.tree, rows, {pair[0] for pair in self._inside}.union(made))
         self._fitting = Fitting(matched, rows, self._into, self.chunks)
+        tree = self._into.flat.tree
+        self._fitting.check_writable(workspace, lambda leaf: LeafPaths(tree)[leaf])
         self.held = HeldImages(self.chunks)
         self._hold(compared, () if options.staged else late, filled)
         table = self._fitting.table

@@ -240,7 +240,10 @@ class Scratch:
     def view(self, nbytes: int) -> memoryview:
         if len(self._whole) < nbytes:
             check_free(nbytes)
-            self._whole = memoryview(mmap.mmap(-1, nbytes))
+            try:
+                self._whole = memoryview(mmap.mmap(-1, nbytes))
+            except (OSError, ValueError, OverflowError) as fault:
+                raise MemoryError(f"no {nbytes} bytes of memory: {fault}") from None
         piece: memoryview = self._whole[:nbytes]
         return piece
 
