@@ -5,27 +5,35 @@ Between transfers a process keeps memory of other ones. It belongs to a process,
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
+import torchrelay as tr
 from tests.support.members import Members
 from tests.support.quorums import (
+    SECONDS,
     buffers_here,
     join_transport,
+    openings_end,
+    openings_here,
     receive,
     recover,
     send,
     sit,
+    state_of,
+    values_in,
 )
-from tests.support.ways import WAYS, patched
+from tests.support.ways import every_way, patched, taking
 from torchrelay.errors import DigestError, PeerLostError
 from torchrelay.transports.routes import memory
 from torchrelay.transports.routes.host.ring import MappedRing, MappedRings
 
 
-@pytest.mark.parametrize("way", WAYS)
+@every_way
 def test_a_replica_that_was_replaced(way: str) -> None:
     with (group := Members(2)) as (first, last):
         for member in (first, last):
@@ -38,7 +46,7 @@ def test_a_replica_that_was_replaced(way: str) -> None:
         assert recover(second, last, 3, 3.0) == {3.0}
 
 
-@pytest.mark.parametrize("way", WAYS)
+@every_way
 def test_replicas_that_were_renumbered(way: str) -> None:
     with Members(3) as (first, second, last):
         for member in (first, second, last):
@@ -59,6 +67,99 @@ def test_the_memory_of_a_replica_that_has_ended_is_let_go() -> None:
         assert last.call(buffers_here, 1) == 1
         second.kill()
         assert last.call(buffers_here, 0) == 0
+
+
+# On GPUs: contiguous tensors are opened by the receiver, strided ones come through the ring
+
+needs_gpu = pytest.mark.skipif(
+    not torch.cuda.is_available(), reason="no GPU here: run it where there is one"
+)
+gpu_ways = pytest.mark.parametrize("way", ["cuda_ipc", "memory", "ring", "tcp"])
+
+
+@needs_gpu
+@gpu_ways
+def test_a_replica_on_a_gpu_that_was_replaced(way: str) -> None:
+    with (group := Members(2)) as (first, last):
+        for member in (first, last):
+            member.call(join_transport, way, None, "cuda")
+        assert recover(first, last, 1, 1.0) == {1.0}
+        first.kill()
+        second = group.another()
+        second.call(join_transport, way, None, "cuda")
+        assert recover(second, last, 2, 2.0) == {2.0}
+        assert recover(second, last, 3, 3.0) == {3.0}
+
+
+@needs_gpu
+@gpu_ways
+def test_replicas_on_a_gpu_that_were_renumbered(way: str) -> None:
+    with Members(3) as (first, second, last):
+        for member in (first, second, last):
+            member.call(join_transport, way, None, "cuda")
+        for step, sender in enumerate((first, second, first, second), 1):
+            assert recover(sender, last, step, float(step)) == {float(step)}
+
+
+@needs_gpu
+def test_gpu_memory_of_a_replica_that_has_ended_is_closed() -> None:
+    with Members(2) as (first, last):
+        for member in (first, last):
+            member.call(join_transport, "cuda_ipc", None, "cuda")
+        assert recover(first, last, 1, 1.0) == {1.0}
+        assert last.call(openings_here) > 0
+        first.kill()
+        assert last.call(openings_end)
+
+
+# A group with a store, in which a process takes the place of another one: `Relay` stays
+
+
+class StoreGroup:
+    """A rank of a job that starts single processes again. Its store outlives them."""
+
+    def __init__(self, port: int, rank: int) -> None:
+        store: Any = dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
+        self._store, self._rank = store, rank
+
+    def rank(self) -> int:
+        return self._rank
+
+    def size(self) -> int:
+        return 2
+
+    def get_group_store(self) -> Any:
+        return self._store
+
+
+def join_store(here: Any, way: str, port: int, rank: int) -> None:
+    here.taking = contextlib.ExitStack()
+    here.taking.enter_context(taking(way))
+    here.relay = tr.Relay(StoreGroup(port, rank), timeout=SECONDS)
+
+
+def relay_sends(here: Any, value: float) -> None:
+    here.relay.send(state_of(value), 1)
+
+
+def relay_receives(here: Any) -> set[float]:
+    return values_in(here.relay.recv(0).state)
+
+
+@every_way
+def test_a_process_that_was_started_again_under_its_rank(way: str) -> None:
+    store: Any = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    with (group := Members(2)) as (first, last):
+        first.call(join_store, way, store.port, 0)
+        last.call(join_store, way, store.port, 1)
+        for value in (1.0, 2.0, 3.0):
+            first.begin(relay_sends, value)
+            last.begin(relay_receives)
+            first.end()
+            assert last.end() == {value}
+            first.kill()
+            first = group.another()
+            first.call(join_store, way, store.port, 0)
 
 
 # Digests are the second guard: with `verify` they also cover memory that the kernel copies

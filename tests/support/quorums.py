@@ -16,18 +16,16 @@ import torch
 from tests.support.members import Member
 from tests.support.torchft_files import find_interface
 from tests.support.ways import patched, taking
+from torchrelay.transports.routes.cuda.handles import Openings
 
 SECONDS = 30.0
 ROWS, COLUMNS = 600, 2000
 
 
-def gapped(value: float) -> torch.Tensor:
-    """A tensor that no process can read where it lies."""
-    return torch.full((ROWS, COLUMNS), value)[:, ::2]
-
-
-def state_of(value: float) -> dict[str, Any]:
-    return {"gapped": gapped(value), "whole": torch.full((300_000,), value), "value": value}
+def state_of(value: float, device: str = "cpu") -> dict[str, Any]:
+    """A state of one value. No other process can read the tensor with gaps where it lies."""
+    gapped = torch.full((ROWS, COLUMNS), value, device=device)[:, ::2]
+    return {"gapped": gapped, "whole": torch.full((300_000,), value, device=device), "value": value}
 
 
 def values_in(state: dict[str, Any]) -> set[float]:
@@ -55,15 +53,16 @@ class Seat:
 # In the members
 
 
-def join_transport(here: Any, way: str, verify: bool | None = None) -> None:
-    """Make a `RelayTransport` that takes this way alone."""
+def join_transport(here: Any, way: str, verify: bool | None = None, device: str = "cpu") -> None:
+    """Make a `RelayTransport` that takes this way alone, for states on this device."""
     find_interface()
     from torchrelay.integrations.torchft import RelayTransport
 
     here.taking = contextlib.ExitStack()
     here.taking.enter_context(taking(way))
-    here.seat = Seat()
-    here.transport = RelayTransport(here.seat, timedelta(seconds=SECONDS), verify=verify)
+    here.seat, here.device = Seat(), device
+    limit = timedelta(seconds=SECONDS)
+    here.transport = RelayTransport(here.seat, limit, device, verify=verify)
 
 
 def sit(here: Any, rank: int, size: int) -> str:
@@ -82,7 +81,8 @@ def send(here: Any, to: list[int], step: int, value: float) -> tuple[int, int]:
         return reports[-1]
 
     with patched(relay, send=noted):
-        here.transport.send_checkpoint(to, step, state_of(value), timedelta(seconds=SECONDS))
+        state = state_of(value, here.device)
+        here.transport.send_checkpoint(to, step, state, timedelta(seconds=SECONDS))
     return reports[0].traffic.bytes, reports[0].bytes
 
 
@@ -95,6 +95,19 @@ def buffers_here(here: Any, count: int) -> int:
         if found == count or time.monotonic() > ends:
             return found
         time.sleep(0.01)
+
+
+def openings_here(here: Any) -> int:
+    """The number of other processes' allocations on a GPU that are open here."""
+    return len(here.transport._relay._resources.of(Openings)._open)
+
+
+def openings_end(here: Any) -> bool:
+    """Wait until none is open; False if one stays."""
+    ends = time.monotonic() + SECONDS
+    while openings_here(here) and time.monotonic() < ends:
+        time.sleep(0.01)
+    return not openings_here(here)
 
 
 def receive(here: Any, source: int, metadata: str, step: int) -> set[float]:
