@@ -6,21 +6,26 @@ BIN := $(VENV)/bin
 # The library with its command; and that with everything that tests, lint and benchmarks need.
 LIBRARY := $(VENV)/.library-installed
 STAMP := $(VENV)/.installed
-TORCH := torch==2.13.0
+# `make TORCH=2.15.0 VENV=...` takes another one than the pinned, in an environment of its own.
+TORCH := 2.13.0
+CONSTRAINTS := $(VENV)/constraints.txt
 # Much of a test is waiting, for processes to start and for deadlines to pass.
 WORKERS ?= 2
 
 .DEFAULT_GOAL := test
-.PHONY: demo test test-slow lint docs bench clean
+.PHONY: demo test suite test-slow test-versions lint docs bench clean
 
-$(LIBRARY): pyproject.toml constraints.txt
+$(CONSTRAINTS): constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install -q -c constraints.txt $(TORCH)
-	$(BIN)/python -m pip install -q -c constraints.txt -e '.[cli]'
+	sed 's/^torch==.*/torch==$(TORCH)/' constraints.txt > $@
+
+$(LIBRARY): pyproject.toml $(CONSTRAINTS)
+	$(BIN)/python -m pip install -q -c $(CONSTRAINTS) torch==$(TORCH)
+	$(BIN)/python -m pip install -q -c $(CONSTRAINTS) -e '.[cli]'
 	touch $@
 
 $(STAMP): $(LIBRARY)
-	$(BIN)/python -m pip install -q -c constraints.txt -e '.[dev,cli]'
+	$(BIN)/python -m pip install -q -c $(CONSTRAINTS) -e '.[dev,cli]'
 	$(BIN)/python tests/support/fetch_torchft.py
 	touch $@
 
@@ -34,13 +39,19 @@ lint: $(STAMP)
 
 # Hundreds of processes start in the tests: each would compile the package again where the
 # environment forbids Python to keep what it compiled.
-test test-slow demo: export PYTHONDONTWRITEBYTECODE =
+test suite test-slow demo: export PYTHONDONTWRITEBYTECODE =
 
-test: lint
+test: lint suite
+
+suite: $(STAMP)
 	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder $(OPTIONS)
 
 test-slow: $(STAMP)
 	TEST_ROUNDS=all $(BIN)/python -m pytest -m "slow or rounds"
+
+# The tests with other releases of Python and torch, hours; the result is a table in docs/install.md.
+test-versions:
+	$(PYTHON) -m tools.versions --remove
 
 # The site, in build/site. Generated pages and figures are written again first.
 docs: pages

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import platform
 import re
 import shutil
 import subprocess
@@ -15,6 +16,8 @@ from typing import Any
 
 import pytest
 
+from tools import versions
+from tools.versions import ENVIRONMENTS
 from torchrelay.version import __version__
 
 if sys.version_info >= (3, 11):
@@ -67,9 +70,30 @@ def test_every_extra_is_described_once() -> None:
 def test_the_workflow_runs_what_developers_run() -> None:
     workflow = text_of(".github/workflows/test.yml")
     assert "run: make test\n" in workflow and "run: make package\n" in workflow
-    versions = re.findall(r'"(3\.\d+)"', workflow.split("matrix:")[1].split("env:")[0])
+    listed = re.findall(r'"(3\.\d+)"', workflow.split("matrix:")[1].split("steps:")[0])
     named = [c.rpartition(" ")[2] for c in PROJECT["classifiers"] if re.search(r":: 3\.\d", c)]
-    assert versions == named
+    assert listed == named
+
+
+def test_the_workflow_has_the_environments_that_developers_make() -> None:
+    workflow = text_of(".github/workflows/test.yml")
+    listed = re.findall(r'python: "([\d.]+)", torch: "([\d.]+)"', workflow)
+    made = [each for name, each in ENVIRONMENTS.items() if name != "pinned"]
+    assert listed == [(each.python.removeprefix("python"), each.torch) for each in made]
+    pinned = re.search(r"^torch==(\S+)$", text_of("constraints.txt"), re.M)
+    makefile = re.search(r"^TORCH := (\S+)$", text_of("Makefile"), re.M)
+    assert pinned and makefile
+    assert pinned[1] == makefile[1] == ENVIRONMENTS["pinned"].torch
+
+
+def test_results_of_versions_count_every_outcome(tmp_path: Path) -> None:
+    place = tmp_path / "found.xml"
+    place.write_text(
+        '<testsuites><testsuite tests="9" failures="1" errors="1" skipped="3"/></testsuites>'
+    )
+    found = versions.counts(place)
+    assert (found["passed"], found["failed"], found["skipped"]) == (4, 2, 3)
+    assert versions.versions(Path(sys.executable))["python"] == platform.python_version()
 
 
 def test_hooks_use_the_formatter_of_the_tests() -> None:
