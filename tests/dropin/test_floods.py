@@ -7,9 +7,10 @@ import tracemalloc
 
 import pytest
 
+from torchrelay.dropin import _dcp_metadata
 from torchrelay.dropin._pickles import state_record
 from torchrelay.dropin._pickles.unpickler import PickleRefusedError, unpickled
-from torchrelay.errors import RemoteProtocolError
+from torchrelay.errors import ManifestError, RemoteProtocolError
 
 COUNT = 300_000
 START, END = b"\x80\x04", b"."
@@ -50,6 +51,8 @@ def test_marks_are_refused_where_they_come_in() -> None:
         unpickled(data, frozenset())
     with pytest.raises(RemoteProtocolError, match="marks"):
         state_record.loads(data)
+    with pytest.raises(ManifestError, match="marks"):
+        _dcp_metadata.decode(data)
 
 
 @pytest.mark.parametrize("protocol", range(2, pickle.HIGHEST_PROTOCOL + 1))

@@ -55,14 +55,18 @@ class Job:
                 name: distribute_tensor(x, self.two, cut, src_data_rank=None)
                 for name, x in tensors.items()
             }
+        found: dict[str, Any] = self.model(tensors).state_dict()
+        assert any(isinstance(p, _StridedShard) for x in found.values() for p in x.placements)
+        return found
+
+    def model(self, tensors: dict[str, torch.Tensor]) -> nn.Module:
+        """A module of one of the six ranks, with these parameters."""
         model = nn.Module()
         for name, x in tensors.items():
             part = distribute_tensor(x, self.six["tp"], [Shard(0)], src_data_rank=None)
             model.register_parameter(name, nn.Parameter(part))
         fully_shard(model, mesh=self.six["dp"])
-        found: dict[str, Any] = model.state_dict()
-        assert any(isinstance(p, _StridedShard) for x in found.values() for p in x.placements)
-        return found
+        return model
 
     def wrong(self, state: dict[str, Any], step: int) -> list[str]:
         """Names of the tensors that are not what this rank has at a step."""
@@ -99,6 +103,42 @@ def stored(rank: int, group: Any, root: str) -> list[str]:
 
 def test_saved_and_loaded_by_other_ranks(pool8: Any, tmp_path: Path) -> None:
     assert pool8.run(stored, str(tmp_path), timeout=90, fresh_group=True) == [[]] * 8
+
+
+def trained(rank: int, group: Any, root: str) -> list[str]:
+    """The state of an optimizer, into a new one and whole."""
+    job = Job(rank)
+    if not job.is_six:
+        return []
+
+    def made(step: int) -> tuple[nn.Module, torch.optim.AdamW]:
+        model = job.model({name: whole(name, step) for name in SHAPES})
+        return model, torch.optim.AdamW(model.parameters())
+
+    model, optimizer = made(1)
+    for parameter in model.parameters():
+        parameter.grad = parameter.detach().clone()
+    optimizer.step()
+    with tr.Checkpointer(root, group=job.group, timeout=SECONDS) as there:
+        there.save(1, {"model": model, "optimizer": optimizer})
+        other, restored = made(0)
+        there.load(into={"model": other, "optimizer": restored})
+        found = there.load().state["optimizer"]["state"]
+    wrong = []
+    pairs = zip(SHAPES, model.parameters(), other.parameters(), strict=True)
+    for number, (name, one, two) in enumerate(pairs):
+        if not torch.equal(_local(one), _local(two)):
+            wrong.append(name)
+        for key, value in optimizer.state[one].items():
+            if not torch.equal(_local(value), _local(restored.state[two][key])):
+                wrong.append(f"{name} {key}")
+        if not torch.allclose(found[number]["exp_avg"], whole(name, 1) * 0.1):
+            wrong.append(f"whole {name}")
+    return wrong
+
+
+def test_an_optimizer_comes_back(pool8: Any, tmp_path: Path) -> None:
+    assert pool8.run(trained, str(tmp_path), timeout=90, fresh_group=True) == [[]] * 8
 
 
 def live(rank: int, group: Any, route: str) -> list[str]:

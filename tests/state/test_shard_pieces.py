@@ -32,7 +32,10 @@ SIZES = range(1, 5)
 
 @contextmanager
 def as_rank(rank: int, world: int) -> Iterator[None]:
-    debug._clear_sharding_prop_cache()  # which has meshes as another rank sees them
+    clear = getattr(debug, "_clear_sharding_prop_cache", None)
+    if clear is None:
+        pytest.skip("this torch cannot forget the meshes of other ranks")
+    clear()  # a cache, which has meshes as another rank sees them
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world)
     try:
         yield
@@ -257,7 +260,9 @@ def test_an_order_that_placements_do_not_tell() -> None:
             DTensorSpec(mesh, (Shard(0), Shard(0)), wanted._spec.tensor_meta, order),
             DTensorSpec(mesh, (Shard(0), Shard(0)), wanted._spec.tensor_meta),
         ]
-        turned, plain = (DTensor(wanted.to_local(), one, requires_grad=False) for one in specs)
+        turned, plain = (
+            DTensor(wanted.to_local().detach(), one, requires_grad=False) for one in specs
+        )
         assert local_parts(turned)[0].box == local_parts(wanted)[0].box == ((2, 0), (2, 2))
         with pytest.raises(UnsupportedLeafError, match="the order in which"):
             placement_records(turned)

@@ -36,10 +36,12 @@ def _cuts_of(spec: Any) -> dict[int, MeshCut] | None:
 
 def _explicit_order(spec: Any) -> list[int] | None:
     """The mesh dimensions in the order in which they cut the tensor, where the spec has it apart
-    from the placements. Versions of torch without such an order have it in the placements alone."""
-    if getattr(spec, "use_strided_shard_as_shard_order", True):
+    from the placements. With strided shards it is in these, unless the spec says that it is not."""
+    order = getattr(spec, "shard_order", None)
+    strided = any(t.placement_record(one).kind == "strided" for one in spec.placements)
+    if order is None or getattr(spec, "use_strided_shard_as_shard_order", strided):
         return None
-    return [dim for entry in spec.shard_order for dim in entry.mesh_dims]
+    return [dim for entry in order for dim in entry.mesh_dims]
 
 
 def placement_records(tensor: t.DTensor) -> tuple[m.Placement, ...]:
