@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 import torchrelay as tr
 from tests.support.members import Member, Members
-from tests.support.quorums import SECONDS, state_of, values_in
+from tests.support.quorums import SECONDS, buffers_here, state_of, values_in
 from tests.support.torchft_files import MISSING, find_torchft
 from tests.support.ways import WAYS, taking
 from torchrelay.coordination.groups import current_group
@@ -113,6 +113,17 @@ def test_a_member_that_was_replaced(port: int, api: str, way: str) -> None:
         second.call(begin, api, way)
         assert recover(port, [second, last], 2.0) == [{2.0}]
         assert recover(port, [second, last], 3.0) == [{3.0}]
+
+
+@needs_torchft
+def test_memory_that_was_mapped_in_a_quorum_is_let_go_in_the_next(port: int) -> None:
+    """The processes stay, and have other ids in each group."""
+    with Members(2) as (sender, receiver):
+        for member in (sender, receiver):
+            member.call(begin, "Relay", "ring")
+        for value in (1.0, 2.0, 3.0):
+            assert recover(port, [sender, receiver], value) == [{value}]
+        assert receiver.call(buffers_here, 1) == 1
 
 
 @needs_torchft
