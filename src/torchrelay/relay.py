@@ -196,8 +196,8 @@ class Relay:
         the boxes that this rank lacks are fetched, each from one of the ranks that have it, and
         resharded for the tensors of `into`, whatever their mesh. `into=None` creates whole tensors.
         It is always staged, and commits only when all sources have confirmed that their states are
-        unchanged. A source that is lost is named in `report.failed` if the others have its part.
-        Values and plain tensors are those of the first source.
+        unchanged. A source that is lost, or silent for `join_window`, is in `report.failed` if the
+        others have its part. Values and plain tensors are those of the first source.
         """
         sources = self._peers(source)
         if not sources:

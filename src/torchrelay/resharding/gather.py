@@ -53,6 +53,9 @@ class Gather:
         self._member, self._ranks = member, sources
         self._options, self._window = options, window
         self._deadline, self._watch, self._progress = call.deadline, call.watch, call.progress
+        # One source alone delays no one: the deadline counts for it.
+        several = len(sources) > 1
+        self._patience = min(window, call.deadline.seconds / 4) if several else 0.0
         self._called: list[SourceRank] = []
         self._sources: dict[int, SourceRank] = {}  # those that have made an offer, and are not lost
         self._lost: dict[int, RelayError] = {}
@@ -95,7 +98,7 @@ class Gather:
             self._called.append(source)
             source.offer = source.talk.expect(m.Offer)
             join.hasten(self._window)
-            source.talk.deadline = self._deadline
+            source.talk.deadline, source.talk.patience = self._deadline, self._patience
             source.record  # noqa: B018  # read here, on the thread of this source
             self._sources[rank] = source
 
@@ -116,6 +119,9 @@ class Gather:
                 act(rank)
             except LOST as fault:
                 self._lose(rank, fault)
+            except BaseException:  # the call fails with it: no other source is waited for
+                hurry()
+                raise
 
         def hurry() -> None:
             for deadline in (self._deadline, self._join_deadline):

@@ -6,7 +6,8 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from typing import Any
 
 import pytest
 
@@ -14,13 +15,13 @@ import torchrelay as tr
 from tests.support.strangers import descriptors
 from torchrelay.deadlines import Deadline
 from torchrelay.errors import PeerLostError, RemoteProtocolError
-from torchrelay.transports.meeting import node
+from torchrelay.transports.meeting import node, waits
 from torchrelay.transports.meeting.directory import Directory, Identity
 from torchrelay.transports.meeting.node import call, call_rank, call_until
 from torchrelay.transports.wire import handshake
 from torchrelay.transports.wire.handshake import CONTROL, Hello
 
-RANK, ME, SOON = 4, 1, 5.0
+RANK, ME, SOON, LONG = 4, 1, 5.0, 300.0
 KEY = handshake.new_key()
 
 
@@ -144,6 +145,58 @@ def test_a_process_that_stands_still_costs_no_more_than_the_deadline() -> None:
         with pytest.raises(tr.errors.TransferTimeoutError, match=r"rank 4 at .* did not answer"):
             call_rank(directory_with(there), RANK, ME, Deadline(0.3))
         assert 0.2 < time.monotonic() - begun < SOON
+
+
+def full_port(stack: ExitStack) -> int:
+    """A port whose listener takes no more connections: a call is not answered by its kernel."""
+    here = stack.enter_context(socket.create_server(("127.0.0.1", 0), backlog=0))
+    for _ in range(4):
+        waiting = stack.enter_context(socket.socket())
+        waiting.setblocking(False)
+        waiting.connect_ex(here.getsockname())
+    return int(here.getsockname()[1])
+
+
+@pytest.mark.parametrize("where", ["connect", "handshake"])
+@pytest.mark.parametrize("how", ["hastened", "over"])
+def test_a_wait_ends_with_a_deadline_that_is_hastened(
+    where: str, how: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where the timeout was minutes when it began; so does one whose transfer is over."""
+    monkeypatch.setattr(node, "CONNECT_SECONDS", LONG)
+    deadline, over = Deadline(LONG), threading.Event()
+    faults: list[OSError] = []
+    with ExitStack() as stack:
+        if where == "connect":
+            port = full_port(stack)
+        else:
+            here = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
+            port = int(here.getsockname()[1])
+        there = identity(port)
+        begun = threading.Event()
+        wait = waits._wait
+
+        def noted(*args: Any) -> None:
+            begun.set()
+            wait(*args)
+
+        monkeypatch.setattr(waits, "_wait", noted)
+
+        def calls() -> None:
+            try:
+                call(there.address, Hello(CONTROL, there.node, ME), KEY, deadline, over.is_set)
+            except OSError as fault:
+                faults.append(fault)
+
+        calling = threading.Thread(target=calls, daemon=True)
+        calling.start()
+        assert begun.wait(SOON)
+        if how == "over":
+            over.set()
+        else:
+            deadline.hasten(0.0)
+        calling.join(4 * SOON)
+    assert not calling.is_alive() and isinstance(faults[0], TimeoutError)
 
 
 def test_a_process_that_admits_no_one_until_the_deadline_is_late() -> None:

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 
 import xxhash
 
+LENGTH = struct.Struct("<Q")
 FACTS = struct.Struct("<Q16s")
 CHECK_BYTES = 8
 MAX_FRAME = 1 << 30
@@ -28,12 +29,14 @@ def _head(facts: bytes) -> bytes:
 def receive_frame(link: socket.socket, most: int = MAX_FRAME) -> bytes:
     """The next message. `EOFError` if the other end is gone or it has more than `most` bytes, or
     others than were sent; `TimeoutError` by the socket's timeout."""
-    head = _exactly(link, FACTS.size + CHECK_BYTES)
+    first = _exactly(link, LENGTH.size)
+    (length,) = LENGTH.unpack(first)
+    if length > most:  # also of a process that sends something else, and nothing after it
+        raise EOFError(f"a message of {length} bytes")
+    head = first + _exactly(link, FACTS.size + CHECK_BYTES - LENGTH.size)
     if head != _head(head[: FACTS.size]):
         raise EOFError("a message whose head has other bytes than were sent")
-    length, digest = FACTS.unpack_from(head)
-    if length > most:
-        raise EOFError(f"a message of {length} bytes")
+    _, digest = FACTS.unpack_from(head)
     data = _exactly(link, length)
     if xxhash.xxh3_128_digest(data) != digest:
         raise EOFError("a message has other bytes than were sent")

@@ -6,6 +6,7 @@ is a typed error out of the wait.
 
 from __future__ import annotations
 
+import time
 from typing import TypeVar
 
 from torchrelay.deadlines import Deadline, Stopwatch
@@ -20,11 +21,33 @@ from torchrelay.errors import (
 )
 from torchrelay.transports.meeting.connection import ConnectionLost, Inbox, MessageHeard
 from torchrelay.transports.meeting.node import Node
-from torchrelay.transports.wire.messages import Abort, Message, NodeAddress
+from torchrelay.transports.wire.messages import Abort, Message, NodeAddress, Ping
 
 M = TypeVar("M", bound=Message)
 TICK = 0.5  # seconds: a signal that comes just before a wait begins does not end that wait
 LAST_SECONDS = 0.5  # past the deadline, for what has come by then
+
+
+class _Silence:
+    """For how long a peer was silent while this process ran: one that stood still itself could hear
+    no peer meanwhile."""
+
+    def __init__(self) -> None:
+        self._seconds, self._heard_at, self._looked_at = 0.0, 0.0, 0.0
+
+    def so_far(self, heard_at: float) -> float:
+        """The seconds as of now. `heard_at`: when anything came last."""
+        now = time.monotonic()
+        if heard_at != self._heard_at or not self._looked_at:
+            self._seconds, self._heard_at = 0.0, heard_at
+        else:
+            self._seconds += min(now - self._looked_at, 2 * TICK)
+        self._looked_at = now
+        return self._seconds
+
+    def end(self) -> None:
+        """Something has come."""
+        self._looked_at = 0.0
 
 
 class Conversation:
@@ -38,6 +61,8 @@ class Conversation:
         self.step: int | None = None
         self.done = ""  # how far the transfer is, for an error
         self.inbox = Inbox()
+        self.patience = 0.0  # seconds without a sign of the sender, after which it is lost
+        self._silence = _Silence()
         self._overtime: Deadline | None = None
         self._connection = node.connect(sender, me, self.inbox, deadline)
 
@@ -75,7 +100,8 @@ class Conversation:
         """The next message, or the next report of a worker. None after `seconds`."""
         while True:
             left = min(self.deadline.left(), seconds)
-            event = self.inbox.get(min(left, TICK))
+            tick = min(TICK, self.patience / 4) if self.patience else TICK
+            event = self.inbox.get(min(left, tick))
             if self.deadline.passed:
                 # A process that stood still finds events here when its time is up. They count, but
                 # a sender that says more and more does not keep it.
@@ -85,15 +111,27 @@ class Conversation:
             if isinstance(event, ConnectionLost):
                 raise self.lost(event.reason, damaged=event.damaged)
             if isinstance(event, MessageHeard):
+                self._silence.end()
                 if isinstance(event.message, Abort):
                     kind = StepMismatchError if event.message.kind == "step" else PeerAbortedError
                     raise self._fault(kind, event.message.message)
                 return event.message
             if event is not None:
+                self._silence.end()
                 return event
-            seconds -= TICK
+            self._look_after_sender(awaited)
+            seconds -= tick
             if seconds <= 0:
                 return None
+
+    def _look_after_sender(self, awaited: str) -> None:
+        """Nothing has come. A process that lives answers a ping, however busy it is."""
+        if not self.patience:
+            return
+        if self._silence.so_far(self._connection.heard_at) > self.patience:
+            why = f"did not answer for {self.patience:.3g} s, and its {awaited} is due"
+            raise self._fault(TransferTimeoutError, f"timed out: rank {self.sender} {why}")
+        self._connection.send(Ping())
 
     def lost(self, reason: str, *, damaged: bool = False) -> RelayError:
         identity = self._connection.identity

@@ -29,6 +29,7 @@ from torchrelay.transports.meeting.connection import (
 from torchrelay.transports.meeting.directory import Directory, Identity, directory_of
 from torchrelay.transports.meeting.listener import listener_here
 from torchrelay.transports.meeting.matching import Matcher, OpenSend, ReceiverJoined
+from torchrelay.transports.meeting.waits import Patience, connect, receive_exactly
 from torchrelay.transports.wire import handshake
 from torchrelay.transports.wire.handshake import Hello
 from torchrelay.transports.wire.messages import Join, NodeAddress
@@ -234,38 +235,34 @@ def node_of(group: Any) -> Node:
 # Calling another process. It blocks, within a deadline.
 
 
-def call(address: NodeAddress, hello: Hello, key: bytes, deadline: Deadline) -> socket.socket:
-    """A connection to a process, authenticated both ways. `OSError` if that fails."""
-    seconds = min(deadline.left(), CONNECT_SECONDS)
+def call(
+    address: NodeAddress,
+    hello: Hello,
+    key: bytes,
+    deadline: Deadline,
+    over: Callable[[], bool] = lambda: False,
+) -> socket.socket:
+    """A connection to a process, authenticated both ways. `OSError` if that fails, also when the
+    deadline is hastened or the transfer is `over` meanwhile."""
+    patience = Patience(deadline, CONNECT_SECONDS, over)
     try:
-        sock = socket.create_connection((address.host, address.port), max(seconds, 0.001))
+        sock = connect(address.host, address.port, patience)
     except ValueError as fault:  # a host name that cannot be one
         raise OSError(str(fault)) from fault
     try:
         tune(sock)
         note_open(sock)
-        challenge = _exactly(sock, handshake.CHALLENGE_BYTES, deadline)
+        challenge = receive_exactly(sock, handshake.CHALLENGE_BYTES, patience)
         handshake.check_challenge(challenge)
         said = handshake.hello(hello, challenge, key)
-        sock.sendall(said)
-        answer = _exactly(sock, handshake.WELCOME_BYTES, deadline)
+        sock.sendall(said)  # so few bytes always fit into the empty buffer of a new connection
+        answer = receive_exactly(sock, handshake.WELCOME_BYTES, patience)
         handshake.check_welcome(answer, said, challenge, key)
         sock.settimeout(None)
         return sock
     except BaseException:
         sock.close()
         raise
-
-
-def _exactly(sock: socket.socket, count: int, deadline: Deadline) -> bytes:
-    data = b""
-    while len(data) < count:
-        sock.settimeout(max(min(deadline.left(), CONNECT_SECONDS), 0.001))
-        more = sock.recv(count - len(data))
-        if not more:
-            raise ConnectionResetError("the process there closed the connection")
-        data += more
-    return data
 
 
 def call_until(
@@ -276,16 +273,16 @@ def call_until(
     over: Callable[[], bool] = lambda: False,
 ) -> socket.socket:
     """The same, tried for a while: the process may not expect the call yet, or be too busy to
-    answer it in time. It is tried no longer when the transfer is `over`."""
-    ends = time.monotonic() + min(deadline.left(), CONNECT_SECONDS)
+    answer it in time."""
+    ends = time.monotonic() + CONNECT_SECONDS
     pause, longest = AGAIN_SECONDS
     while True:
         try:
-            return call(address, hello, key, deadline)
+            return call(address, hello, key, deadline, over)
         except ConnectionResetError:
-            if time.monotonic() > ends or over():
+            if time.monotonic() > ends or deadline.passed or over():
                 raise
-        time.sleep(pause)
+        time.sleep(min(pause, deadline.left()))
         pause = min(2 * pause, longest)
 
 
