@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
 
 import torchrelay as tr
 from tests.support.ranks import RankPool
+from torchrelay import dropin
 from torchrelay.errors import MismatchError, PeerRefusedError
 from torchrelay.memory.writable import first_read_only
+from torchrelay.stores.dcp import Reader, Writer
 
 pytestmark = pytest.mark.filterwarnings("ignore:The given NumPy array is not writable:UserWarning")
 COUNT = 100_000
@@ -72,6 +78,33 @@ def test_by_pull_and_subscription(tmp_path: Path, same_host: bool) -> None:
                 subscription.update(timeout=60)
 
         refused(update, tmp_path)
+
+
+def test_by_torchs_own_load(tmp_path: Path) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)
+        dcp.save({"w": torch.ones(COUNT)}, storage_writer=Writer(tmp_path / "step-1"), no_dist=True)
+        into = {"w": mapped(tmp_path, "r")}
+        with pytest.raises(CheckpointException) as caught:
+            dcp.load(into, storage_reader=Reader(tmp_path), no_dist=True)
+    (failure,) = caught.value.failures.values()
+    assert isinstance(failure[0], MismatchError) and REFUSED in str(failure[0])
+    assert not into["w"].any()
+
+
+def by_torchs_protocol(rank: int, group: Any, folder: str) -> None:
+    into = {"w": mapped(Path(folder), "r")} if rank else {}
+    limit, device = timedelta(seconds=30), torch.device("cpu")
+    transport = dropin.PGTransport(group, limit, device, lambda: into, protocol="torch")
+    if rank == 0:
+        transport.send_checkpoint([1], {"w": torch.ones(COUNT)})
+        return
+    with pytest.raises(MismatchError, match=REFUSED):
+        transport.recv_checkpoint(0)
+
+
+def test_by_torchs_protocol(pool2: RankPool, tmp_path: Path) -> None:
+    pool2.run(by_torchs_protocol, str(tmp_path))
 
 
 def by_relay(rank: int, group: Any, folder: str, route: str) -> None:

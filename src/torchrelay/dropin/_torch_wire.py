@@ -28,6 +28,7 @@ from torchrelay.dropin._torch_records import (
 )
 from torchrelay.errors import MismatchError, RelayError, RemoteProtocolError, UnsupportedLeafError
 from torchrelay.geometry.strides import extent
+from torchrelay.memory.writable import READ_ONLY, ReadOnlyMemory
 from torchrelay.state.backing import missing_memory
 
 LENGTH_TAG = 1
@@ -92,8 +93,9 @@ def recv_torch(
     parts = [part for leaf in leaves for part in _parts(leaf)]
     storages = _storages(pg, src_rank, parts, device, wait)
     try:
+        read_only = ReadOnlyMemory()
         targets = [
-            _target(path, leaf, (into or {}).get(path))
+            _target(path, leaf, (into or {}).get(path), read_only)
             for path, leaf in zip(record.paths, leaves, strict=True)
         ]
     except RelayError as refusal:
@@ -154,7 +156,9 @@ def _storages(
         yield buffer
 
 
-def _target(path: KeyPath, sent: object, into: object) -> torch.Tensor | None:
+def _target(
+    path: KeyPath, sent: object, into: object, read_only: ReadOnlyMemory
+) -> torch.Tensor | None:
     """The caller's tensor that takes a leaf of the sent state, if there is one. Raises for a leaf
     that cannot be taken, and `MismatchError` if the two do not fit."""
     if isinstance(sent, _ShardedTensorMeta):
@@ -172,6 +176,8 @@ def _target(path: KeyPath, sent: object, into: object) -> torch.Tensor | None:
     else:
         kind = type(sent).__name__.strip("_").removesuffix("Meta")
         why = f"it is a {type(into).__name__}, and a {kind} was sent"
+    if why is None and read_only.has(into._local_tensor if isinstance(into, DTensor) else into):
+        why = f"it cannot be written: {READ_ONLY}"
     if why is not None:
         raise MismatchError(f"the destination does not fit: {why}", path=keystr(path))
     return into

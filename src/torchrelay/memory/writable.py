@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+READ_ONLY = "its memory is mapped for reading alone; give a clone of it"
 _MAPS = "/proc/self/maps"
 Addresses = np.ndarray[Any, np.dtype[Any]]
 
@@ -38,3 +39,26 @@ def _read_only() -> tuple[Addresses, Addresses]:
                 found += [int(end, 16) for end in span.split(b"-")]
     ends = np.array(found, np.uint64).reshape(-1, 2)
     return ends[:, 0], ends[:, 1]
+
+
+class ReadOnlyMemory:
+    """The memory of this process that cannot be written, as it was when it was first asked for."""
+
+    def __init__(self) -> None:
+        self._found: tuple[Addresses, Addresses] | None = None
+
+    def has(self, tensor: Any) -> bool:
+        """Whether elements of a strided tensor on the host are in it."""
+        # Memory of torch's own allocator can be made larger, and be written.
+        if tensor.device.type != "cpu" or tensor.untyped_storage().resizable():
+            return False
+        begin = tensor.data_ptr()
+        steps = zip(tensor.shape, tensor.stride(), strict=True)
+        end = begin + (1 + sum((n - 1) * step for n, step in steps)) * tensor.element_size()
+        if not begin or not tensor.numel():
+            return False
+        if self._found is None:
+            self._found = _read_only()
+        starts, stops = self._found
+        at = int(np.searchsorted(stops, np.uint64(begin), side="right"))
+        return at < len(starts) and int(starts[at]) < end

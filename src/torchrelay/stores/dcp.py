@@ -34,9 +34,16 @@ from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, W
 from torch.futures import Future
 
 from torchrelay.deadlines import seconds_of
-from torchrelay.errors import StorageTimeoutError, TornStateError, UnsupportedLeafError, UsageError
+from torchrelay.errors import (
+    MismatchError,
+    StorageTimeoutError,
+    TornStateError,
+    UnsupportedLeafError,
+    UsageError,
+)
 from torchrelay.landing.commit.ending import TORN
 from torchrelay.memory.bounded import bounded
+from torchrelay.memory.writable import READ_ONLY, ReadOnlyMemory
 from torchrelay.plan.region import Region, Stream
 from torchrelay.record.encoding import encode
 from torchrelay.record.schema import ObjectBytes, Record
@@ -309,6 +316,12 @@ class Reader(_AtPlace, StorageReader):
             for item in plan.items
             if item.type != LoadItemType.BYTE_IO
         ]
+        read_only = ReadOnlyMemory()
+        for item, place in places:
+            if read_only.has(place):
+                raise MismatchError(
+                    f"the destination cannot be written: {READ_ONLY}", path=item.dest_index.fqn
+                )
         planned = waves(
             items.asked_for(item, stored[item.storage_index.fqn], place) for item, place in places
         )

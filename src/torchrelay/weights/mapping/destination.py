@@ -14,6 +14,7 @@ import torch
 
 from torchrelay.errors import MismatchError, UnsupportedLeafError, UsageError
 from torchrelay.geometry.boxes import Box, Comparisons, around, shared, within
+from torchrelay.memory.writable import READ_ONLY, ReadOnlyMemory
 from torchrelay.plan.share.rank_share import PARTIAL
 from torchrelay.state import tensors as t
 from torchrelay.state.backing import missing_memory
@@ -71,6 +72,7 @@ class _MappedTensors:
         self.unmatched: list[str] = []  # parameters
         self.unplaced: set[str] = set()  # the publisher's, for parameters that have problems
         self.problems: list[str] = []
+        self._read_only = ReadOnlyMemory()
 
     def add(
         self, name: str, mine: object, mapping: WeightMapping, shard_of: Callable[[str], RankOf]
@@ -84,7 +86,7 @@ class _MappedTensors:
             return
         rule, names = found
         try:
-            tensor = _checked_parameter(mine)
+            tensor = _checked_parameter(mine, self._read_only)
             if t.is_distributed(tensor):
                 self.distributed.append(tensor)
                 layout = layout_of(rule, tuple(tensor.size()))
@@ -268,26 +270,27 @@ def _memory(tensor: torch.Tensor) -> tuple[object, ...]:
     return tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()
 
 
-def _checked_parameter(mine: object) -> torch.Tensor:
+def _checked_parameter(mine: object, read_only: ReadOnlyMemory) -> torch.Tensor:
     if not isinstance(mine, torch.Tensor):
         raise MismatchError(f"is a {type(mine).__name__}, not a tensor")
     if t.is_dtensor(mine) and any(one.is_partial() for one in mine.placements):
         raise MismatchError(PARTIAL)
     if t.is_distributed(mine):
         for part in local_parts(mine):
-            _check_written(part.tensor)
+            _check_written(part.tensor, read_only)
         return mine
     plain = mine.detach()  # engines have parameters of their own types
     if not t.is_plain(plain):
         raise MismatchError(f"is of type {type(mine).__name__}, which a mapping cannot fill")
     if plain.is_meta:
         raise MismatchError("is a meta tensor, which has no memory")
-    _check_written(plain)
+    _check_written(plain, read_only)
     return plain
 
 
-def _check_written(memory: torch.Tensor) -> None:
-    if (why := missing_memory(memory)) is not None:
+def _check_written(memory: torch.Tensor, read_only: ReadOnlyMemory) -> None:
+    why = missing_memory(memory) or (READ_ONLY if read_only.has(memory) else None)
+    if why is not None:
         raise MismatchError(f"cannot be written: {why}")
 
 
