@@ -20,6 +20,8 @@ _STATUS = re.compile(r"status code: (\d{3})")
 _REFUSALS = {"401": errno.EACCES, "403": errno.EACCES, "404": errno.ENODEV}  # 404: of the bucket
 _ANSWER = re.compile(r"(<\?xml[^>]*>\s*)?<Error>.*</Error>", re.DOTALL)
 _SAID = re.compile(r"<(?:Code|Message)>([^<]*)<")
+_DAMAGED = re.compile(r"InvalidMetadata|Requested \S+, got \S+")  # or of another length
+_NO_BUCKET = re.compile(r"NoSuchBucket|ContainerNotFound|specified (bucket|container) does not")
 CHUNK_BYTES = 8 << 20  # taken over from the library at once
 
 # Where each service's environment names an endpoint; obstore reads these, but turns a
@@ -97,21 +99,40 @@ class Bucket:
         try:
             yield
         except FileNotFoundError as error:
+            if _NO_BUCKET.search(str(error)):
+                raise OSError(errno.ENODEV, self._remedy(errno.ENODEV, error), name) from error
             raise FileNotFoundError(errno.ENOENT, _reason(error), name) from error
         except self._errors.AlreadyExistsError as error:
             raise FileExistsError(errno.EEXIST, "the object is there already", name) from error
         except self._errors.InvalidPathError as error:
             raise OSError(errno.EILSEQ, _reason(error), name) from error
         except (self._errors.PermissionDeniedError, self._errors.UnauthenticatedError) as error:
-            raise PermissionError(errno.EACCES, _reason(error), name) from error
+            reason = self._remedy(errno.EACCES, error)
+            raise PermissionError(errno.EACCES, reason, name) from error
         except (self._errors.BaseError, OSError) as error:
             code = error.errno if isinstance(error, OSError) else None
             # obstore has no class for a listing that was refused: asking again is of no use then.
             if code is None and (status := _STATUS.search(str(error))) is not None:
                 code = _REFUSALS.get(status[1])
-            if "InvalidMetadata" in str(error):  # the object is damaged, and stays so
+            if _DAMAGED.search(str(error)):  # and it stays so
                 code = errno.EINVAL
-            raise OSError(code or errno.EIO, _reason(error), name) from error
+            raise OSError(code or errno.EIO, self._remedy(code, error), name) from error
+
+    def _remedy(self, code: int | None, error: BaseException) -> str:
+        """The cause first, with what to do about it; then the text of the service, or library."""
+        said = _reason(error)
+        bucket = urlsplit(self.url).netloc
+        if code == errno.ENODEV:
+            return (
+                f"the bucket {bucket!r} does not exist: create it, or correct its name, the region "
+                f"or the endpoint ({said})"
+            )
+        if code == errno.EACCES:
+            return (
+                f"access to the bucket {bucket!r} is refused: correct the credentials, or the "
+                f"rights of their user ({said})"
+            )
+        return said
 
     def put(self, path: str, content: bytes, *, create: bool) -> None:
         """Put a JSON object in one atomic request; `create`: `FileExistsError` if it exists."""
