@@ -32,3 +32,17 @@ def matches(path: str, patterns: Iterable[str]) -> bool:
         fnmatchcase(path, one) or (path.startswith(f"{one}.") and not set(one) & set("*?["))
         for one in patterns
     )
+
+
+def check_place(name: str) -> None:
+    """`UsageError` for the name of a directory or bucket that ranks cannot send each other: it
+    appears in messages and records, which are UTF-8."""
+    try:
+        name.encode()
+    except UnicodeEncodeError:
+        why = "its name is not UTF-8: rename it, or name another directory"
+    else:
+        if "\0" not in name:
+            return
+        why = "no directory or bucket has a null byte in its name"
+    raise UsageError(f"{name!r} cannot have steps: {why}")

@@ -7,6 +7,7 @@ import re
 from datetime import timedelta
 from pathlib import Path
 
+from torchrelay.arguments import check_place
 from torchrelay.errors import UsageError
 from torchrelay.stores.local.store import LocalStore
 from torchrelay.stores.seam import Store
@@ -29,6 +30,7 @@ def scheme_of(place: str | os.PathLike[str]) -> tuple[str, str]:
     name = os.fsdecode(place)
     if not name:
         raise UsageError("a place has a name: a directory, or a bucket's URL")
+    check_place(name)
     if _FOLDED.match(name):
         raise UsageError(f"{name!r} is a URL that lost a slash: pass it as a str, not as a Path")
     match = _URL.fullmatch(name)

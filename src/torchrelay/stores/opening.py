@@ -15,6 +15,7 @@ from torchrelay.errors import (
 )
 from torchrelay.record.encoding import decode_at_rest
 from torchrelay.record.schema import Record
+from torchrelay.shortage import raise_shortage
 from torchrelay.stores.retry import ONCE, Retry, is_wrong
 from torchrelay.stores.seam import MANIFEST, Store
 
@@ -68,6 +69,7 @@ def open_step(store: Store, step: int | None, patience: Retry = ONCE) -> OpenedS
     except FileNotFoundError:
         raise StepNotFoundError(f"no step {step} in {store.url}", step=step) from None
     except (OSError, EOFError) as fault:
+        raise_shortage(fault, f"read step {step} in {store.url}")
         wrong = isinstance(fault, EOFError) or is_wrong(fault)
         kind = DamagedError if wrong else CheckpointError
         reason = getattr(fault, "strerror", None) or str(fault)

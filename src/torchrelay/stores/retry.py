@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from typing import TypeVar
 
 from torchrelay.errors import CheckpointError, CommitUnknownError, RelayError
+from torchrelay.shortage import raise_shortage
 
 logger = logging.getLogger("torchrelay")
 
@@ -78,12 +79,13 @@ def commit_unknown(step: int, why: str, file: str) -> CommitUnknownError:
 @contextmanager
 def storage_faults(what: str, url: str, step: int | None = None) -> Iterator[None]:
     """Within: a failure of the medium is a `CheckpointError`, "cannot {what}", that names the
-    file."""
+    file. `ResourceError` if this process lacks something, and the medium is not at fault."""
     try:
         yield
     except RelayError:  # some are OSErrors too
         raise
     except OSError as fault:
+        raise_shortage(fault, what)
         reason = fault.strerror or str(fault)
         if fault.errno == errno.EILSEQ:
             reason += "; rename or remove that object, or keep steps under another prefix"

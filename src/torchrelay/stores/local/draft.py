@@ -9,6 +9,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 
+from torchrelay.shortage import raise_shortage
 from torchrelay.stores.local.files import Files, claimed, lock, named, refresh
 from torchrelay.stores.local.handles import Handles
 from torchrelay.stores.local.removal import remove_directory
@@ -58,7 +59,8 @@ class LocalDraft(CommitPoint):
             held = lock(self.place)
         except (FileNotFoundError, NotADirectoryError):
             return False
-        except OSError:
+        except OSError as fault:
+            raise_shortage(fault, f"lock {self.place}")
             return True  # a file system without locks
         if held is None:
             return False

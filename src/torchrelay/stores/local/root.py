@@ -14,6 +14,7 @@ from pathlib import Path
 
 import xxhash
 
+from torchrelay.arguments import check_place
 from torchrelay.machine import machine
 from torchrelay.steps import MAX_STEP
 from torchrelay.stores.local.files import Files
@@ -46,6 +47,7 @@ class StepRoot:
 
     def __init__(self, path: str | os.PathLike[str], files: Files) -> None:
         self.path = Path(path).absolute()
+        check_place(str(self.path))  # the working directory is part of it
         self.files = files
         self._made = False
 

@@ -19,6 +19,7 @@ from torchrelay.memory.crew import share_out
 from torchrelay.memory.free import check_free
 from torchrelay.plan.stored import Names, images_in
 from torchrelay.record.schema import Record, VolumeRecord
+from torchrelay.shortage import raise_shortage
 from torchrelay.stores.retry import is_wrong
 from torchrelay.stores.seam import DataReader, MendableStep, OpenStep
 from torchrelay.stores.writer.file_writer import WORKERS
@@ -61,6 +62,7 @@ def reading(step: OpenStep, record: Record, task: Task) -> Iterator[None]:
     try:
         yield
     except (OSError, EOFError) as fault:
+        raise_shortage(fault, f"read {step.url}/{record.volumes[task.file].name}")
         if isinstance(fault, EOFError) or is_wrong(fault):
             raise damaged(step, record, task, f"cannot be read: {fault}") from fault
         raise CheckpointError(

@@ -20,6 +20,7 @@ import xxhash
 
 from torchrelay.errors import CheckpointError
 from torchrelay.memory.crew import share_out
+from torchrelay.shortage import raise_shortage
 from torchrelay.stores.seam import DataFiles, Sink
 
 if TYPE_CHECKING:
@@ -185,6 +186,7 @@ class FileWriter:
         try:
             yield
         except OSError as fault:
+            raise_shortage(fault, f"write {name}")
             raise CheckpointError(
                 f"cannot write: {fault.strerror or fault}", phase="write", file=name
             ) from fault

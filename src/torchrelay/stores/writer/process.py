@@ -16,7 +16,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from torchrelay.errors import CheckpointError
+from torchrelay.errors import CheckpointError, ResourceError
 from torchrelay.memory.pages import address_of, side_by_side
 from torchrelay.stores.locate import open_store
 from torchrelay.stores.writer.child_process import trainer_at
@@ -52,8 +52,9 @@ class _Writer:
                 answer = Answer()
                 try:
                     answer.digests = getattr(self, call)(*arguments) or []
-                except CheckpointError as fault:
-                    answer.failure = (fault.message, fault.phase, fault.file)
+                except (CheckpointError, ResourceError) as fault:
+                    file = getattr(fault, "file", None)
+                    answer.failure = (fault.message, fault.phase, file)
                 except Exception as fault:
                     answer.failure = (f"{type(fault).__name__}: {fault}", None, None)
                 send_frame(self._link, msgspec.msgpack.encode(answer))
