@@ -37,7 +37,8 @@ def data() -> torch.utils.data.TensorDataset:
 
 def train(folder: Path, name: str, die_at: int | None, **options: Any) -> Any:
     config = DataLoaderConfiguration(use_stateful_dataloader=True, use_seedable_sampler=True)
-    accelerator = Accelerator(cpu=True, dataloader_config=config)
+    # Step 8, which is resumed, is saved between two updates.
+    accelerator = Accelerator(cpu=True, dataloader_config=config, gradient_accumulation_steps=2)
     torch.manual_seed(1)
     model: Any = nn.Sequential(nn.Linear(16, 32), nn.Dropout(0.2), nn.Linear(32, 4))
     optimizer: Any = torch.optim.AdamW(model.parameters(), lr=1e-2)
@@ -54,11 +55,12 @@ def train(folder: Path, name: str, die_at: int | None, **options: Any) -> Any:
     while counter.epoch < EPOCHS:
         loader.set_epoch(counter.epoch)
         for points, classes in loader:
-            loss = nn.functional.cross_entropy(model(points), classes)
-            accelerator.backward(loss)
-            optimizer.step()
-            schedule.step()
-            optimizer.zero_grad()
+            with accelerator.accumulate(model):
+                loss = nn.functional.cross_entropy(model(points), classes)
+                accelerator.backward(loss)
+                optimizer.step()
+                schedule.step()
+                optimizer.zero_grad()
             counter.step += 1
             losses.add(counter.step, accelerator.reduce(loss.detach(), "mean").item())
             if counter.step == die_at:

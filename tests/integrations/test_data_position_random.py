@@ -11,8 +11,11 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
 import torchrelay as tr
+from tests.support.ranks import RankPool
 from torchrelay.integrations.random_state import RandomState, set_at_first_forward
 
 torchdata = pytest.importorskip("torchdata.stateful_dataloader", reason="torchdata is not there")
@@ -224,3 +227,50 @@ def test_losses_depend_on_what_is_tested() -> None:
     both = itertools.product([False, True], [0.0, 0.1])
     runs = [Job(shuffle=shuffle, noise=noise).train() for shuffle, noise in both]
     assert len({tuple(run) for run in runs}) == len(runs)
+
+
+def sharded(rank: int, group: Any, folder: str) -> None:
+    """The guide's job: FSDP2, dropout, a loader whose samples each rank shuffles alike."""
+    mesh = init_device_mesh("cpu", (2,))
+    data = Noisy(0.1)
+
+    def made() -> tuple[dict[str, Any], Any]:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.5), nn.Linear(8, 1))
+        fully_shard(model, mesh=mesh)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        sampler = StatefulDistributedSampler(data, 2, rank, seed=3)
+        loader = torchdata.StatefulDataLoader(data, batch_size=1, sampler=sampler)
+        parts = {"model": model, "optimizer": optimizer, "random": RandomState()}
+        return {**parts, "data": DataPosition(loader), "step": 0}, loader
+
+    def train(state: dict[str, Any], loader: Any, steps: tr.Checkpointer | None) -> list[float]:
+        losses = []
+        for epoch in range(state["step"] // BATCHES, 2):
+            loader.sampler.set_epoch(epoch)
+            for points in loader:
+                loss = state["model"](points).square().mean()
+                loss.backward()
+                state["optimizer"].step()
+                state["optimizer"].zero_grad()
+                state["step"] += 1
+                losses.append(loss.item())
+                if steps is not None and state["step"] == BATCHES + 1:
+                    steps.save(state["step"], state)
+            if steps is not None and epoch == 0:
+                steps.save(state["step"], state)
+        return losses
+
+    with tr.Checkpointer(folder, group=group, timeout=60) as steps:
+        state, loader = made()
+        torch.manual_seed(rank)  # each rank has its own dropout
+        whole = train(state, loader, steps)
+        for saved in (BATCHES, BATCHES + 1):
+            state, loader = made()
+            torch.manual_seed(77)
+            state = steps.load(state, step=saved).state
+            assert train(state, loader, None) == whole[saved:], f"rank {rank}, after step {saved}"
+
+
+def test_sharded_on_two_ranks(pool2: RankPool, tmp_path: Path) -> None:
+    pool2.run(sharded, str(tmp_path), timeout=100)

@@ -49,13 +49,12 @@ def settings(folder: Path, **others: Any) -> TrainingArguments:
         per_device_train_batch_size=4 // int(os.environ.get("WORLD_SIZE", "1")),
         num_train_epochs=EPOCHS,
         logging_steps=1,
-        eval_strategy="steps",
-        eval_steps=3,  # it uses random numbers, at steps that are saved and at others
         report_to=[],
         disable_tqdm=True,
         use_cpu=True,
         learning_rate=1e-3,
-        **{"save_strategy": "no", **others},
+        # The evaluation uses random numbers, at steps that are saved and at others.
+        **{"save_strategy": "no", "eval_strategy": "steps", "eval_steps": 3, **others},
     )
 
 
