@@ -174,6 +174,7 @@ WAYS: list[tuple[Callable[[int, int], list[torch.Tensor]], int, list[tuple[int, 
 ]
 
 
+@pytest.mark.timeout(600)  # later versions of torch take a tenth of a second for each tensor
 @pytest.mark.parametrize(("way", "more", "sizes"), WAYS, ids=lambda x: getattr(x, "__name__", ""))
 def test_boxes_are_what_torch_cuts(
     way: Callable[[int, int], Any], more: int, sizes: list[tuple[int, int]]
