@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 
 import torch
 
+import torchrelay as tr
 from tests.support.held_source import HeldSource
 from torchrelay.inspection.comparison import Changed, compare, distance
 from torchrelay.inspection.seam import PlainValue
+from torchrelay.inspection.step_source import contents_of
 
 
 def test_paths_shapes_and_values() -> None:
@@ -23,6 +26,17 @@ def test_paths_shapes_and_values() -> None:
         Changed("lr", "0.1", "0.2"),
     ]
     assert not found.equal and compare(before, before).equal
+
+
+def test_long_values_are_compared_whole(tmp_path: Path) -> None:
+    with tr.Checkpointer(tmp_path) as checkpointer:
+        same = {"text": "x" * 200, "set": {*range(500)}, "zero": 0, "n": float("nan")}
+        other = {"text": "x" * 199 + "y", "set": {*range(499), 999}, "zero": 0, "n": float("nan")}
+        for step, state in enumerate((same, same, other)):
+            checkpointer.save(step, state)
+        found = [contents_of(checkpointer.record(step)) for step in range(3)]
+    assert compare(found[0], found[1]).equal
+    assert [one.path for one in compare(found[0], found[2]).changed] == ["text", "set"]
 
 
 def test_distance_of_tensors_that_are_cut_otherwise() -> None:

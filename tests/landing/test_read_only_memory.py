@@ -16,10 +16,13 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 import torchrelay as tr
 from tests.support.ranks import RankPool
+from tests.support.trips import trip
 from torchrelay import dropin
 from torchrelay.errors import MismatchError, PeerRefusedError
 from torchrelay.memory.writable import first_read_only
 from torchrelay.stores.dcp import Reader, Writer
+from torchrelay.weights.mapping import ParameterRule, SourcePart, WeightMapping
+from torchrelay.weights.mapping.destination import MappedDestination
 
 pytestmark = pytest.mark.filterwarnings("ignore:The given NumPy array is not writable:UserWarning")
 COUNT = 100_000
@@ -138,3 +141,12 @@ def test_ranges_are_compared_with_all_that_is_mapped(tmp_path: Path) -> None:
     assert found((fresh.data_ptr(), fresh.nbytes), (inside, 1), (inside, 5)) == 1
     assert found((inside, 0)) == -1
     assert found((inside - 1, 4 * COUNT)) == 0
+
+
+def test_by_a_mapping(tmp_path: Path) -> None:
+    mapping = WeightMapping((ParameterRule("ab", (SourcePart("a"), SourcePart("b"))),))
+    state = {"a": torch.ones(COUNT // 2), "b": torch.ones(COUNT // 2)}
+    into = {"ab": mapped(tmp_path, "r")}
+    with pytest.raises(MismatchError, match=REFUSED):
+        trip(state, into=MappedDestination(into, mapping))
+    assert not into["ab"].any()

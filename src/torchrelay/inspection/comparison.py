@@ -57,10 +57,16 @@ class Differences:
 def compare(before: Contents, after: Contents) -> Differences:
     """Paths that were added and removed, and those with another shape, dtype or plain value."""
     one, other = _described(before), _described(after)
+    digests = {value.path: value.digest for value in before.values if value.digest}
+    cut = {
+        value.path
+        for value in after.values
+        if value.digest and digests.get(value.path, value.digest) != value.digest
+    }
     changed = [
         Changed(path, text, other[path])
         for path, text in one.items()
-        if path in other and other[path] != text
+        if path in other and (other[path] != text or path in cut)
     ]
     tensors = {tensor.name for tensor in before.tensors}
     return Differences(

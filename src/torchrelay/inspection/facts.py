@@ -45,7 +45,10 @@ def state_facts(contents: Contents, parameters: Mapping[str, str] | None = None)
         "torch": contents.torch,
         "bytes": sum(facts["bytes"] for facts in tensors),
         "tensors": tensors,
-        "values": [value._asdict() for value in contents.values],
+        "values": [
+            {"path": value.path, "text": value.text, "ranks": value.ranks}
+            for value in contents.values
+        ],
         "aliases": [alias._asdict() for alias in contents.aliases],
         "parameters": dict(parameters),
     }

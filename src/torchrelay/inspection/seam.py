@@ -15,11 +15,13 @@ from torchrelay.record.schema import VolumeRecord
 
 
 class PlainValue(NamedTuple):
-    """A leaf other than a tensor, or a meta tensor. `ranks`: how many differ in it."""
+    """A leaf other than a tensor, or a meta tensor. `ranks`: how many differ in it. `digest`, if it
+    is known, is that of all of a value, which `text` may have a part of."""
 
     path: str
     text: str
     ranks: int = 1
+    digest: str = ""
 
 
 class Alias(NamedTuple):

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import msgspec
+import xxhash
+
 from torchrelay.inspection.seam import Alias, Contents, PlainValue
 from torchrelay.plan.selection import Texts
 from torchrelay.progress import Bar, ProgressCallback
@@ -18,6 +21,7 @@ from torchrelay.state.paths import slots
 from torchrelay.stores.reading.chunks import Task, check_chunks, read_chunks
 from torchrelay.stores.safetensors import tensors_of
 
+_encode = msgspec.msgpack.Encoder().encode
 WINDOWS_BYTES = 64 << 20  # kept of chunks, which tensors share
 LONGEST = 80  # characters of a value that are shown
 
@@ -81,8 +85,9 @@ def contents_of(record: Record) -> Contents:
         leaf = rows[index]
         text = _text(leaf)
         if text is not None:
-            own = {_text(leaves[index]) for leaves in others if index in leaves}
-            found_values.append(PlainValue(name, text, len(own | {text})))
+            every = [leaf, *(leaves[index] for leaves in others if index in leaves)]
+            several = len({(_text(one), _digest(one)) for one in every})
+            found_values.append(PlainValue(name, text, several, _digest(leaf)))
         else:
             images = [part.storage for part in parts(leaf) if part.storage >= 0]
             if len(images) == 1:
@@ -112,6 +117,12 @@ def _text(leaf: m.Leaf) -> str | None:
         return None
     shape = getattr(leaf, "shape", ())
     return f"a tensor without bytes, {'x'.join(map(str, shape)) or '()'}"[:LONGEST]
+
+
+def _digest(leaf: m.Leaf) -> str:
+    if not isinstance(leaf, (m.ValueLeaf, m.SizeLeaf)):
+        return ""
+    return xxhash.xxh3_64_hexdigest(_encode(leaf))
 
 
 def shown(value: object) -> str:
