@@ -35,7 +35,7 @@ def test_no_other_interface_is_opened(monkeypatch: pytest.MonkeyPatch, name: str
 def test_a_name_is_not_cut_to_that_of_another_interface(monkeypatch: pytest.MonkeyPatch) -> None:
     """The kernel takes 15 bytes. The one of this test knows every name of that length."""
     found = bytes(20) + socket.inet_aton("127.0.0.1")
-    monkeypatch.setattr(addresses.fcntl, "ioctl", lambda fd, what, request: found)
+    monkeypatch.setattr(addresses._fcntl, "ioctl", lambda fd, what, request: found)
     monkeypatch.setenv(SETTING, "an-interface-15")
     assert where() == "127.0.0.1"
     monkeypatch.setenv(SETTING, "an-interface-150")
