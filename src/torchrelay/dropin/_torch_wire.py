@@ -157,7 +157,7 @@ def _storages(
 
 
 def _target(
-    path: KeyPath, sent: object, into: object, read_only: ReadOnlyMemory
+    path: KeyPath, sent: object, into: object, read_only: ReadOnlyMemory | None = None
 ) -> torch.Tensor | None:
     """The caller's tensor that takes a leaf of the sent state, if there is one. Raises for a leaf
     that cannot be taken, and `MismatchError` if the two do not fit."""
@@ -176,6 +176,7 @@ def _target(
     else:
         kind = type(sent).__name__.strip("_").removesuffix("Meta")
         why = f"it is a {type(into).__name__}, and a {kind} was sent"
+    read_only = read_only or ReadOnlyMemory()
     if why is None and read_only.has(into._local_tensor if isinstance(into, DTensor) else into):
         why = f"it cannot be written: {READ_ONLY}"
     if why is not None:
