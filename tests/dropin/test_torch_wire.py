@@ -7,6 +7,7 @@ import pickle
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -21,7 +22,13 @@ from torch.utils._pytree import tree_flatten_with_path
 
 from tests.support.ranks import RankPool
 from torchrelay.dropin._torch_wire import LENGTH_TAG, recv_torch, send_torch
-from torchrelay.errors import MismatchError, RemoteProtocolError, UnsupportedLeafError
+from torchrelay.errors import (
+    MismatchError,
+    RemoteProtocolError,
+    ResourceError,
+    UnsupportedLeafError,
+)
+from torchrelay.memory import free
 
 CPU = torch.device("cpu")
 
@@ -454,3 +461,20 @@ def test_sharded_tensors_are_refused_by_path_and_the_next_transfer_is_right(
     pool2: RankPool,
 ) -> None:
     pool2.run(sharded)
+
+
+def more_than_free(rank: int, group: ProcessGroup) -> str:
+    sent = {"a": torch.ones(1 << 19), "b": torch.ones(1 << 19)}  # 2 MiB each
+    if rank == 0:
+        stock(group).send_checkpoint([1], sent)
+        return ""
+    with patch.multiple(free, CHECKED_BYTES=1 << 20, free_bytes=lambda: 3 << 20):
+        with pytest.raises(ResourceError) as caught:
+            recv(group)
+    return str(caught.value)
+
+
+def test_a_state_that_does_not_fit_is_refused_with_figures(pool2: RankPool) -> None:
+    """The sender, which knows nothing of it, finishes."""
+    found = pool2.run(more_than_free)[1]
+    assert "4194304 bytes of memory are needed, and 3145728 are free" in found

@@ -147,6 +147,7 @@ def test_later_steps_are_cast_too_and_changes_are_those_of_the_cast() -> None:
         (lambda: {"a": (x := random(10)), "b": x.view(torch.int32)}, "overlaps"),
         (lambda: {"a": (x := random(10, 10)), "b": x.t()}, "overlaps"),
         (lambda: {"b": random(10).to_sparse()}, "cannot be cast"),
+        (lambda: {"b": torch.zeros(4, dtype=torch.float4_e2m1fn_x2)}, "cannot convert"),
     ],
 )
 def test_tensors_that_cannot_be_cast_are_named(make: Callable[[], Any], why: str) -> None:

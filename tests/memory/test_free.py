@@ -8,9 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from torchrelay.errors import MismatchError
+from torchrelay.errors import MismatchError, ResourceError
 from torchrelay.memory import free, pages
 from torchrelay.memory.arena import Arena
+from torchrelay.memory.free import take_free
 from torchrelay.memory.host import host_block
 from torchrelay.memory.pool import CheckedWorkspace, Pool, Pooled
 
@@ -85,6 +86,7 @@ def _reserve(nbytes: int) -> None:
         (_reserve, MemoryError),
         (pages.Mapping, MemoryError),
         (host_block, MemoryError),
+        (lambda n: take_free(n, "it"), ResourceError),
         (lambda n: Pool(0).take([n]), MemoryError),
         (lambda n: Pooled(Pool(0)).buffers([n // 2, n - n // 2]), MismatchError),
         (lambda n: Pooled(None).buffers([n // 2, n - n // 2]), MismatchError),

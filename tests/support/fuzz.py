@@ -8,14 +8,17 @@ from __future__ import annotations
 
 import math
 import random
-from collections import OrderedDict, defaultdict, namedtuple
-from collections.abc import Callable
+from collections import Counter, OrderedDict, defaultdict, deque, namedtuple
+from copy import copy
 from dataclasses import dataclass, field
+from pathlib import PurePosixPath
 from typing import Any
 
 import numpy as np
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
+from tests.support.oracle import places
 from torchrelay.state.registry import register
 
 Pair = namedtuple("Pair", ["first", "second"])
@@ -49,12 +52,28 @@ def fields_of(kind: type, path: str) -> list[str]:
     return [f"{path}['Note']['text']", f"{path}['Note']['more']"]
 
 
+SPECIAL = ["zero", "zero view", "meta", "coo", "csr", "quantized", "channels", "unaligned"]
+SPECIAL += ["computed", "inference", "shared", "buffer", "larger", "replaced", "from numpy"]
+SPECIAL += ["conjugated meta"]
+REFUSED = ["shrunk", "shrunk view", "freed", "object", "lambda", "nested", "subclass", "int"]
+REFUSED += ["one of many", "sparse", "quantized", "fake"]
+
+
+class Tagged(torch.Tensor):
+    """An unregistered subclass."""
+
+
+class Number(int):
+    """Another type than `int`."""
+
+
 @dataclass
 class Case:
     """A state, or a destination, and where it must be refused."""
 
     state: Any
     bad: list[str] = field(default_factory=list)
+    may: list[str] = field(default_factory=list)  # paths at which it may be refused
 
 
 class Maker:
@@ -112,7 +131,13 @@ class Maker:
                 lambda: rng.choice([0, -1, 2**63, -(2**63) - 1, 10**200, 2**64 - 1]),
                 lambda: rng.choice([math.nan, math.inf, -math.inf, -0.0, 5e-324, 1e308]),
                 lambda: complex(rng.choice([math.nan, -0.0]), rng.random()),
-                lambda: rng.choice(TEXTS[:4] + TEXTS[5:]),
+                lambda: rng.choice(TEXTS),
+                lambda: 10**5000 * rng.choice([1, -1]),
+                lambda: deque([1, "a"], rng.choice([None, 3])),
+                lambda: Counter("abca"),
+                lambda: PurePosixPath("/a/ü"),
+                lambda: self._bytes.integers(0, 9, (4, 6)).astype("<f2")[::2, ::-1],
+                lambda: np.array(["ab", ""], dtype=rng.choice(["<U2", "S3"])),
                 lambda: self._bytes.bytes(rng.choice([0, 1, 700])),
                 lambda: torch.Size([3, 0]),
                 lambda: rng.choice(DTYPES),
@@ -190,7 +215,30 @@ class Maker:
     def special(self) -> torch.Tensor:
         rng = self.random
         values = torch.from_numpy(self._bytes.normal(size=(4, 4)).astype(np.float32))
-        kind = rng.choice(["zero", "zero view", "meta", "coo", "csr", "quantized", "channels"])
+        kind = rng.choice(SPECIAL)
+        if kind == "unaligned":
+            data = bytearray(self._bytes.bytes(41))
+            return torch.frombuffer(data, dtype=torch.float32, offset=1, count=10)
+        if kind == "computed":
+            return (values.requires_grad_() * 2).t()
+        if kind == "inference":
+            with torch.inference_mode():
+                return values + 1
+        if kind == "shared":
+            return values.share_memory_()[1:]
+        if kind == "buffer":
+            return torch.nn.Buffer(values)
+        if kind == "larger":  # a storage that was made larger under its tensor
+            own = values.clone()
+            own.untyped_storage().resize_(1000)
+            return own[:, 1]
+        if kind == "replaced":
+            values.data = torch.arange(7.0)
+            return values
+        if kind == "from numpy":
+            return torch.from_numpy(self._bytes.normal(size=(3, 4))[:, ::2])
+        if kind == "conjugated meta":
+            return torch.empty(3, dtype=torch.complex64, device="meta").conj()
         if kind == "zero":
             return torch._efficientzerotensor((3,), dtype=rng.choice([torch.float32, torch.int8]))
         if kind == "zero view":
@@ -210,7 +258,28 @@ class Maker:
     def refused(self, path: str) -> Any:
         """Something that cannot travel. In a state it is known by its path."""
         self.bad.append(path)
-        kind = self.random.choice(["shrunk", "shrunk view", "freed", "object", "lambda", "nested"])
+        kind = self.random.choice(REFUSED)
+        if kind == "one of many":
+            many = [torch.ones(3) for _ in range(700)]
+            at = self.random.randrange(700)
+            many[at].untyped_storage().resize_(4)
+            self.bad[-1] = f"{path}[{at}]"
+            return many
+        if kind == "sparse":
+            tensor = torch.eye(6).to_sparse()
+            tensor._values().untyped_storage().resize_(8)
+            return tensor
+        if kind == "quantized":
+            tensor = torch.quantize_per_tensor(torch.ones(40), 0.1, 3, torch.qint8)
+            tensor.untyped_storage().resize_(8)
+            return tensor
+        if kind == "fake":
+            with FakeTensorMode():
+                return torch.ones(3)
+        if kind == "subclass":
+            return torch.ones(3).as_subclass(Tagged)
+        if kind == "int":
+            return Number(3)
         if kind == "shrunk":
             tensor = torch.ones(self.random.randint(2, 50))
             tensor.untyped_storage().resize_(4)
@@ -239,12 +308,20 @@ class Landing:
         self._bytes = np.random.default_rng(seed + 1)
         self._spoil = not tame and self.random.random() < 0.2
         self.bad: list[str] = []
-        self.guards: list[tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]] = []
+        self.may: list[str] = []
+        self._tame = tame
+        self._users: list[str] = []  # paths of the memory that was made last
+        # Memory, its bytes before, and which of them belong to destinations.
+        self._guards: list[tuple[np.ndarray[Any, Any], ...]] = []
 
     def case(self, state: Any) -> Case:
-        return Case(self._like(state, ""), self.bad)
+        return Case(self._like(state, ""), self.bad, self.may)
 
     def _like(self, value: Any, path: str) -> Any:
+        if isinstance(value, (Counter, deque)):
+            return copy(value)
+        if isinstance(value, PurePosixPath):
+            return PurePosixPath("elsewhere")
         if isinstance(value, torch.Tensor):
             return self._tensor(value, path)
         if isinstance(value, dict):
@@ -274,6 +351,17 @@ class Landing:
             return torch.empty(shape, dtype=dtype, device="meta")
         if self._spoil and self.random.random() < 0.3:
             return self._spoiled(sent, path)
+        made = self._over_another(shape, dtype, path)
+        if made is None:
+            made, self._users = self._spaced(shape, dtype), [path]
+        if made.is_complex() and self.random.random() < 0.3:
+            return made.conj()
+        if self.random.random() < 0.3:
+            return torch.nn.Parameter(made, requires_grad=False)
+        return made
+
+    def _spaced(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        """In memory of its own, with gaps, in any order of dimensions."""
         order = self.random.sample(range(len(shape)), len(shape))
         strides, step = [0] * len(shape), self.random.randint(1, 3)
         for dim in order:
@@ -283,18 +371,36 @@ class Landing:
         count = offset + sum((n - 1) * s for n, s in zip(shape, strides, strict=True) if n) + 1
         count += self.random.randint(0, 3)
         memory = self._bytes.integers(0, 2, count * dtype.itemsize, np.uint8)
-        storage = torch.from_numpy(memory).untyped_storage()
-        made = torch.empty(0, dtype=dtype).set_(storage, offset, shape, tuple(strides))
-        from tests.support.oracle import places
+        self._guards.append((memory, memory.copy(), np.zeros(len(memory), dtype=np.bool_)))
+        return self._over(self._guards[-1], dtype, offset, shape, tuple(strides))
 
-        touched = np.zeros(len(memory), dtype=np.bool_)
+    def _over_another(
+        self, shape: tuple[int, ...], dtype: torch.dtype, path: str
+    ) -> torch.Tensor | None:
+        """Now and then, over memory that others have: it may be refused, and must not be mixed."""
+        need = math.prod(shape)
+        if self._tame or not need or not self._guards or self.random.random() > 0.06:
+            return None
+        guard, offset = self._guards[-1], self.random.randint(0, 2)
+        if len(guard[0]) < (offset + need) * dtype.itemsize:
+            return None
+        self._users.append(path)
+        self.may += self._users
+        strides = torch.empty(shape, device="meta").stride()
+        return self._over(guard, dtype, offset, shape, strides)
+
+    def _over(
+        self,
+        guard: tuple[np.ndarray[Any, Any], ...],
+        dtype: torch.dtype,
+        offset: int,
+        shape: tuple[int, ...],
+        strides: tuple[int, ...],
+    ) -> torch.Tensor:
+        storage = torch.from_numpy(guard[0]).untyped_storage()
+        made = torch.empty(0, dtype=dtype).set_(storage, offset, shape, strides)
         if made.numel():
-            touched[places(made)] = True
-        self.guards.append((memory, np.where(touched, 255, memory)))
-        if made.is_complex() and self.random.random() < 0.3:
-            return made.conj()
-        if self.random.random() < 0.3:
-            return torch.nn.Parameter(made, requires_grad=False)
+            guard[2][places(made)] = True
         return made
 
     def _spoiled(self, sent: torch.Tensor, path: str) -> torch.Tensor:
@@ -324,12 +430,13 @@ class Landing:
         )
         return made
 
+    def untouched(self) -> bool:
+        """Whether nothing at all was written."""
+        return all(np.array_equal(memory, before) for memory, before, _ in self._guards)
+
     def outside_changed(self) -> bool:
         """Whether bytes outside of the destinations were written."""
         return any(
-            not np.array_equal(memory[before != 255], before[before != 255])
-            for memory, before in self.guards
+            not np.array_equal(memory[~taken], before[~taken])
+            for memory, before, taken in self._guards
         )
-
-
-Make = Callable[[int], Case]

@@ -27,6 +27,7 @@ import torchrelay as tr
 from tests.support.fuzz import Case, Landing, Maker
 from tests.support.oracle import Seen, meant, walk
 from torchrelay.dropin import PGTransport
+from torchrelay.endpoint import Encoding
 
 SECONDS = 30
 REFUSED = tr.errors.StateError
@@ -76,6 +77,7 @@ class Job:
     before: Seen | None
     landing: Landing
     into: Case | None
+    left_out: str | None = None  # a key that the destination lacks
 
     @classmethod
     def of(cls, seed: int, *, plain: bool = False) -> Job:
@@ -84,7 +86,23 @@ class Job:
         landing = Landing(seed)
         before = None if made.bad else Seen.of(made.state)
         into = landing.case(made.state) if rng.random() < 0.5 and not made.bad else None
-        return cls(seed, rng, made, before, landing, into)
+        job = cls(seed, rng, made, before, landing, into)
+        if into is not None and rng.random() < 0.15:
+            job.leave_out(rng.choice(list(made.state)))
+        return job
+
+    @property
+    def strict(self) -> bool:
+        return self.left_out is None
+
+    def leave_out(self, name: str) -> None:
+        """Have a destination that lacks a key, and has one more."""
+        assert self.into is not None
+        self.left_out = name
+        del self.into.state[name]
+        self.into.state["extra"] = torch.full((3,), 7.0)
+        for paths in (self.into.bad, self.into.may):
+            paths[:] = [path for path in paths if not path.startswith(f"['{name}']")]
 
     def check_source(self) -> None:
         """The state that was given is as it was."""
@@ -96,6 +114,12 @@ class Job:
         if self.into is None:
             check_equal(self.before, got, "received", at_rest=at_rest)
             return
+        before = self.before
+        if self.left_out is not None:
+            name = self.left_out
+            before = Seen.of({key: one for key, one in self.made.state.items() if key != name})
+            if name in got or got.pop("extra").tolist() != [7, 7, 7]:
+                raise Wrong("a destination that lacks a key has other ones now")
         both = zip(tensors_of(got), tensors_of(self.into.state), strict=True)
         for (path, mine), (_, its) in both:
             # By the drop-in, tied tensors of a registered type are those of its first one.
@@ -103,21 +127,20 @@ class Job:
                 "Note" in str(self.before.tree) and meant(mine) == meant(its)
             ):
                 raise Wrong(f"the result has another tensor than the destination at {path}")
-        check_equal(self.before, got, "received in place", in_place=True)
+        check_equal(before, got, "received in place", in_place=True)
         if self.landing.outside_changed():
             raise Wrong("bytes outside of the destination were written")
 
     def taken(self, take: Callable[[Any], Any], what: str, *, at_rest: bool = False) -> str:
         """Take the state, by a call that gets `into`; how that ended."""
         into = None if self.into is None else self.into.state
-        held = Seen.of(into) if self.into is not None and not self.into.bad else None
         bad = [*self.made.bad, *([] if self.into is None else self.into.bad)]
         try:
             got = take(into)
         except (REFUSED, *PEERS) as fault:
-            check_refusal(fault, bad, what)
-            if held is not None:
-                check_equal(held, into, f"{what} refused, and wrote")
+            check_refusal(fault, [*bad, *([] if self.into is None else self.into.may)], what)
+            if not self.landing.untouched():
+                raise Wrong(f"{what} refused, and wrote") from fault
             return "refused"
         if bad:
             raise Wrong(f"{what} takes what it must refuse: {bad}")
@@ -134,8 +157,8 @@ def given(job: Job, give: Callable[[], Any], what: str) -> str:
     try:
         give()
     except (REFUSED, *PEERS) as fault:
-        bad = [*job.made.bad, *([] if job.into is None else job.into.bad)]
-        check_refusal(fault, bad, what)
+        into = job.into or Case(None)
+        check_refusal(fault, [*job.made.bad, *job.made.may, *into.bad, *into.may], what)
         return "refused"
     finally:
         job.check_source()
@@ -174,11 +197,16 @@ class Pairs:
             if self._rank == 0:
                 return given(job, lambda: relay.send(job.made.state, 1, step=job.seed), "send")
             return job.taken(
-                lambda into: relay.recv(source, into=into, step=job.seed, atomic=atomic).state, api
+                lambda into: (
+                    relay.recv(
+                        source, into=into, step=job.seed, atomic=atomic, strict=job.strict
+                    ).state
+                ),
+                api,
             )
 
     def _by_drop_in(self, job: Job) -> str:
-        if job.into is not None and job.into.bad:
+        if job.into is not None and (job.into.bad or not job.strict):
             job.into = None
         used = self._plain if job.into is None else self._in_place
         if self._rank == 0:
@@ -217,6 +245,10 @@ class Solo:
         self.endpoint = stack.enter_context(
             tr.serve(begin, step=0, group=False, timeout=SECONDS, hold=0.01)
         )
+        encoding = Encoding(dtype=CAST)
+        self.casting = stack.enter_context(
+            tr.serve(begin, step=0, group=False, timeout=SECONDS, hold=0.01, encoding=encoding)
+        )
         self.keeper = tr.Keeper(f"fuzz-{rank}-{Path(scratch).name}", group=False, lease=30)
         stack.callback(self.keeper.end)
 
@@ -239,6 +271,7 @@ class Solo:
                 raise Wrong("a refused state was committed")
             return ended
         how = {"verify": job.random.random() < 0.7, "atomic": job.random.random() < 0.7}
+        how["strict"] = job.strict
         ended = job.taken(lambda into: store.load(into, step=step, **how).state, name, at_rest=True)
         store.delete(step)
         return ended
@@ -246,9 +279,9 @@ class Solo:
     def _bucket(self, job: Job, step: int) -> str:
         return self._checkpoint(job, step, "bucket")
 
-    def _publish(self, job: Job, step: int, name: str) -> str:
+    def _publish(self, job: Job, step: int, name: str, endpoint: Any = None) -> str:
         def give() -> None:
-            published = self.endpoint.publish(job.made.state, step=step)
+            published = (endpoint or self.endpoint).publish(job.made.state, step=step)
             published.result(SECONDS)
             if published.skipped:
                 raise Wrong(published.skipped)
@@ -260,6 +293,7 @@ class Solo:
             return "refused"
         how: dict[str, Any] = {"same_host": job.random.random() < 0.5}
         how |= {"verify": job.random.random() < 0.5, "atomic": job.random.random() < 0.7}
+        how["strict"] = job.strict
         if job.into is None and job.random.random() < 0.1:
             how |= {"reshare": True}
 
@@ -271,6 +305,27 @@ class Solo:
 
         return job.taken(take, "pull")
 
+    def _cast(self, job: Job, step: int) -> str:
+        """By an endpoint that publishes floats in another dtype: the values of `tensor.to`."""
+        job.into = None
+        job.made.may = uncastable(job.made.state)
+        if self._publish(job, step, "cast", self.casting) == "refused":
+            return "refused"
+        got = tr.pull(
+            self.casting.url, group=False, timeout=SECONDS, same_host=job.random.random() < 0.5
+        ).state
+        found = dict(tensors_of(got))
+        for path, sent in tensors_of(job.made.state):
+            wanted = converted(sent)
+            if wanted.layout is not torch.strided or wanted.is_meta:
+                continue
+            mine = found[path].detach()
+            if (mine.dtype, mine.shape) != (wanted.dtype, wanted.shape):
+                raise Wrong(f"{path}: {mine.dtype} {mine.shape}, not {wanted.dtype}")
+            if meant(mine) != meant(wanted):
+                raise Wrong(f"{path}: other values than those of {sent.dtype} to {CAST}")
+        return "equal"
+
     def _subscribe(self, job: Job, step: int) -> str:
         if self._publish(job, step, "subscribe") == "refused":
             return "refused"
@@ -278,9 +333,8 @@ class Solo:
         same_host = job.random.random() < 0.5
 
         def take(into: Any) -> Any:
-            with tr.subscribe(
-                self.endpoint.url, into=into, group=False, same_host=same_host, timeout=SECONDS
-            ) as subscription:
+            how: Any = {"same_host": same_host, "timeout": SECONDS, "strict": job.strict}
+            with tr.subscribe(self.endpoint.url, into=into, group=False, **how) as subscription:
                 return subscription.update().state
 
         return job.taken(take, "subscribe")
@@ -297,12 +351,33 @@ class Solo:
 
         def take(into: Any) -> Any:
             source = self.keeper.source()
-            return tr.recover(sources=[source], into=into, group=False, timeout=SECONDS).state
+            how: Any = {"timeout": SECONDS, "strict": job.strict}
+            return tr.recover(sources=[source], into=into, group=False, **how).state
 
         return job.taken(take, "keeper")
 
 
-APIS = ["checkpoint", "checkpoint", "bucket", "pull", "pull", "subscribe", "keeper"]
+def converted(leaf: Any) -> Any:
+    """A leaf as an endpoint publishes it in `CAST`."""
+    strided = isinstance(leaf, torch.Tensor) and leaf.layout is torch.strided
+    if not strided or not leaf.is_floating_point() or leaf.is_quantized or leaf.is_meta:
+        return leaf
+    return leaf.detach().to(CAST)
+
+
+def uncastable(state: Any) -> list[str]:
+    """The paths of tensors that have no values of their own to cast."""
+    homes: dict[int, list[str]] = {}
+    for path, tensor in tensors_of(state):
+        strided = tensor.layout is torch.strided and not tensor.is_nested
+        strided = strided and not str(tensor.dtype).startswith("torch.float4")
+        home = tensor.untyped_storage()._cdata if strided else -1
+        homes.setdefault(home, []).append(path.removeprefix("state"))
+    return [path for home, paths in homes.items() for path in paths if home == -1 or len(paths) > 1]
+
+
+CAST = torch.bfloat16
+APIS = ["checkpoint", "checkpoint", "bucket", "pull", "pull", "subscribe", "keeper", "cast"]
 
 
 def solos(rank: int, group: Any, seeds: list[int], at: str, bucket: str) -> Tally:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import struct
+from collections import deque
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -30,14 +31,15 @@ def walk(state: Any, path: str = "state") -> Iterator[tuple[str, Any]]:
         yield path, Container(*kind, [(type(key).__name__, repr(key)) for key in state])
         for key, value in state.items():
             yield from walk(value, f"{path}[{key!r}]")
-    elif isinstance(state, (list, tuple)) and not isinstance(state, torch.Size):
-        yield path, Container(type(state).__name__, None, [len(state)])
-        for number, value in enumerate(state):
-            yield from walk(value, f"{path}[{number}]")
+    elif isinstance(state, (list, tuple, deque)) and not isinstance(state, torch.Size):
+        yield path, Container(type(state).__name__, getattr(state, "maxlen", None), [len(state)])
+        names = getattr(state, "_fields", range(len(state)))
+        for name, value in zip(names, state, strict=True):
+            yield from walk(value, f"{path}[{name!r}]")
     elif dataclasses.is_dataclass(state):
         yield path, Container(type(state).__name__, None, list(vars(state)))
         for name, value in vars(state).items():
-            yield from walk(value, f"{path}.{name}")
+            yield from walk(value, f"{path}[{type(state).__name__!r}][{name!r}]")
     else:
         yield path, state
 

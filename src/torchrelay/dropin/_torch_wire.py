@@ -28,6 +28,7 @@ from torchrelay.dropin._torch_records import (
 )
 from torchrelay.errors import MismatchError, RelayError, RemoteProtocolError, UnsupportedLeafError
 from torchrelay.geometry.strides import extent
+from torchrelay.memory.free import take_free
 from torchrelay.memory.writable import READ_ONLY, ReadOnlyMemory
 from torchrelay.state.backing import missing_memory
 
@@ -93,6 +94,7 @@ def recv_torch(
     parts = [part for leaf in leaves for part in _parts(leaf)]
     storages = _storages(pg, src_rank, parts, device, wait)
     try:
+        _check_memory(parts, device)
         read_only = ReadOnlyMemory()
         targets = [
             _target(path, leaf, (into or {}).get(path), read_only)
@@ -148,12 +150,19 @@ def _storages(
     posted: list[tuple[Work, torch.Tensor]] = []
     for i in range(len(parts)):
         for j in range(i + len(posted), min(i + _IN_FLIGHT, len(parts))):
+            _check_memory(parts[j : j + 1], device)
             # Zeros: a message may be shorter than was said, and what was here before is not sent.
             buffer = torch.zeros(parts[j].nbytes, dtype=torch.uint8, device=device)
             posted.append((pg.recv([buffer], src_rank, FIRST_TENSOR_TAG + j), buffer))
         work, buffer = posted.pop(0)
         wait(work, f"receiving torch tensor {i + 1} of {len(parts)} from {src_rank}")
         yield buffer
+
+
+def _check_memory(parts: list[_TensorMeta], device: torch.device) -> None:
+    """`ResourceError` where the sender announces more than there is memory for."""
+    if device.type == "cpu":
+        take_free(sum(part.nbytes for part in parts), "the state that is announced")
 
 
 def _target(

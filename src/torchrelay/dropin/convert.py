@@ -20,6 +20,7 @@ from torchrelay.inspection.facts import nbytes_of
 from torchrelay.inspection.file_kinds import kind_of
 from torchrelay.inspection.safetensors_file import SafetensorsSource
 from torchrelay.inspection.slabs import slabs
+from torchrelay.memory.free import take_free
 from torchrelay.progress import ProgressCallback
 from torchrelay.state.tensors import dtype_named
 from torchrelay.stores.locate import directory_at, split_step
@@ -78,6 +79,7 @@ def _tensors(source: SafetensorsSource) -> dict[str, torch.Tensor]:
     """The tensors of a file by name, whole, on the CPU."""
     found = {}
     for tensor in source.contents.tensors:
+        take_free(nbytes_of(tensor), tensor.name)
         whole = torch.empty(nbytes_of(tensor), dtype=torch.uint8, device="cpu")
         at = 0
         for slab in slabs(source, tensor):

@@ -30,6 +30,7 @@ from torchrelay.errors import (
 from torchrelay.inspection.numbers import memory_of
 from torchrelay.inspection.seam import Contents, PlainValue
 from torchrelay.inspection.step_source import shown
+from torchrelay.memory.free import take_free
 from torchrelay.plan.stored import Shard, StoredTensor
 from torchrelay.progress import Bar, ProgressCallback
 from torchrelay.record.schema import VolumeRecord
@@ -97,7 +98,9 @@ class StockDirectory:
         item = self.items[fqn]
         if isinstance(item, StockPiece):
             return self._load(fqn, item)
-        whole = torch.empty(item.shape, dtype=dtype_named(item.dtype), device="cpu")
+        dtype = dtype_named(item.dtype)
+        take_free(math.prod(item.shape) * dtype.itemsize, fqn)
+        whole = torch.empty(item.shape, dtype=dtype, device="cpu")
         for shard in item.shards:
             part = self._box(item, shard)
             if shard.sizes == item.shape:

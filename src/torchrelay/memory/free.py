@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import suppress
 
+from torchrelay.errors import ResourceError
+
 CHECKED_BYTES = 64 << 20  # smaller blocks are taken unseen: a look costs about a millisecond
 _UNLIMITED = 1 << 60
 _MEMINFO = "/proc/meminfo"
@@ -33,6 +35,14 @@ def check_free(nbytes: int) -> None:
     free = free_bytes()
     if free is not None and nbytes > free:
         raise MemoryError(f"{nbytes} bytes of memory are needed, and {free} are free")
+
+
+def take_free(nbytes: int, what: str) -> None:
+    """`ResourceError`, "no memory for {what}", with the figures of `check_free`."""
+    try:
+        check_free(nbytes)
+    except MemoryError as fault:
+        raise ResourceError(f"no memory for {what}: {fault}") from None
 
 
 def free_bytes() -> int | None:

@@ -7,6 +7,7 @@ its own. Nobody touches their memory, so it takes none. The elements are cast wh
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -58,6 +59,16 @@ class CastRegion(Region):
             flat.copy_(cast, non_blocking=not wait)
 
 
+@cache
+def can_cast(dtype: torch.dtype, to: torch.dtype) -> bool:
+    """Whether torch converts values of one dtype to another: those of packed dtypes it does not."""
+    try:
+        torch.empty(1, dtype=to, device="cpu").copy_(torch.empty(1, dtype=dtype, device="cpu"))
+    except (NotImplementedError, RuntimeError):
+        return False
+    return True
+
+
 class StandIns:
     """Stand-ins for the floating tensors of one state, and the way back to those."""
 
@@ -89,6 +100,9 @@ class StandIns:
                     high = low + extent(shape, strides) * local.element_size()
                     place = _ViewPlace(low, high, (local.dtype, shape, strides), number, is_cast)
                     placed.setdefault(t.storage_id(local), []).append(place)
+                if is_cast and not (local.is_meta or can_cast(leaf.dtype, self.dtype)):
+                    why = f"torch cannot convert {leaf.dtype} to {self.dtype}"
+                    raise UnsupportedLeafError(why, path=path_of(number))
                 if is_cast:
                     found[number] = self._stand_in(leaf, local)
             elif is_cast:
