@@ -32,6 +32,7 @@ from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
     Metadata,
     MetadataIndex,
+    TensorProperties,
     TensorStorageMetadata,
 )
 from torch.distributed.device_mesh import init_device_mesh
@@ -233,6 +234,19 @@ def write_a_shard(rank: int, group: Any, path: str) -> str:
     with pytest.raises(UnsupportedLeafError) as caught:
         write_stock(Path(path) / str(rank), state)
     return str(caught.value)
+
+
+def test_an_older_torch_reads_what_a_later_one_has_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Torch 2.15 pickles six fields for the properties of a tensor, and older ones read five."""
+    five = TensorProperties.__getstate__
+    with monkeypatch.context() as later:
+        later.setattr(TensorProperties, "__getstate__", lambda self: (*five(self)[:5], (3, 1)))
+        write_stock(tmp_path / "dcp", {"w": torch.arange(6.0).reshape(2, 3), "step": 4})
+    found = {"w": torch.zeros(2, 3), "step": 0}
+    dcp.load(found, checkpoint_id=tmp_path / "dcp", no_dist=True)
+    assert torch.equal(found["w"], torch.arange(6.0).reshape(2, 3)) and found["step"] == 4
 
 
 def test_a_shard_alone_is_not_written_as_a_checkpoint(pool2: RankPool, tmp_path: Path) -> None:

@@ -31,8 +31,10 @@ from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemWriter
+from torch.distributed.checkpoint.metadata import Metadata, TensorProperties
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.checkpoint.stateful import Stateful
+from torch.distributed.checkpoint.storage import WriteResult
 from torch.distributed.tensor import DTensor
 
 from torchrelay.dropin.dcp_directory import StockDirectory, load_archive, load_unchecked
@@ -47,8 +49,10 @@ from torchrelay.inspection.file_kinds import is_torch_save
 from torchrelay.state import paths
 from torchrelay.state.tree import is_namedtuple, show
 from torchrelay.stores.local.files import atomic_file
+from torchrelay.system import sync
 
 _MAX_HOLES = 1 << 16
+_PROPERTIES = 5  # fields of a tensor that every torch reads
 
 # Types that `torch.load(weights_only=True)` reads.
 _AS_THEY_ARE = (
@@ -93,8 +97,8 @@ def write_stock(path: str | os.PathLike[str], state: dict[str, Any]) -> None:
     The directory is new or empty. Values are in types that `torch.load(weights_only=True)` reads
     (`torch_values`). `read_stock` says what the format does not keep. Dicts whose keys are the same
     text, as 1 and "1", are refused, and so are tensors that this process has only a shard of.
-    `.metadata` gets its name last, once it was read back: only then the checkpoint exists. After a
-    failure nothing is left.
+    Torch 2.11 and later read it, whichever wrote it. `.metadata` gets its name last, once it was
+    read back: only then the checkpoint exists. After a failure nothing is left.
     """
     folder = Path(path)
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
@@ -118,7 +122,7 @@ def _write_stock(folder: Path, state: dict[str, Any]) -> None:
         with warnings.catch_warnings():
             # It warns that nothing is distributed, which is what was asked for.
             warnings.simplefilter("ignore", UserWarning)
-            writer = FileSystemWriter(folder)
+            writer = _Writer(folder)
             writer.fs = _ReadBack()
             save(state, storage_writer=writer, no_dist=True)
     except CheckpointException as fault:
@@ -130,10 +134,38 @@ def _write_stock(folder: Path, state: dict[str, Any]) -> None:
         raise CheckpointError(f"stock DCP failed: {_reason(cause)}", file=str(folder)) from cause
 
 
+class _Writer(FileSystemWriter):
+    """Torch's writer, which hands its record to `_ReadBack`."""
+
+    fs: _ReadBack
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        self.fs.metadata = metadata
+        super().finish(metadata, results)
+
+
+class _MetadataPickler(pickle.Pickler):
+    """Pickles a record as torch 2.11 and later read it. Torch 2.15 adds the strides that a tensor
+    had to its properties, and an older one fails on a sixth field."""
+
+    def reducer_override(self, value: Any) -> Any:
+        if type(value) is TensorProperties:
+            reduced: Any = value.__reduce_ex__(2)
+            make, arguments, state, *_ = reduced
+            return make, arguments, state[:_PROPERTIES]
+        return NotImplemented
+
+
 class _ReadBack(FileSystem):
     """Gives `.metadata` its name only once it was read back and the files have what it tells."""
 
+    metadata: Metadata
+
     def rename(self, path: str | os.PathLike[str], new_path: str | os.PathLike[str]) -> None:
+        with Path(path).open("wb") as file:
+            _MetadataPickler(file).dump(self.metadata)
+            file.flush()
+            sync(file.fileno())
         try:
             StockDirectory(Path(new_path).parent, metadata=Path(path)).close()
         except ManifestError as fault:
