@@ -272,5 +272,6 @@ def sharded(rank: int, group: Any, folder: str) -> None:
             assert train(state, loader, None) == whole[saved:], f"rank {rank}, after step {saved}"
 
 
+@pytest.mark.timeout(320)
 def test_sharded_on_two_ranks(pool2: RankPool, tmp_path: Path) -> None:
-    pool2.run(sharded, str(tmp_path), timeout=100)
+    pool2.run(sharded, str(tmp_path), timeout=300)
