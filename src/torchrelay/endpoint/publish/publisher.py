@@ -456,13 +456,22 @@ class Publisher:
         self._devices.forget()
 
     def close(self) -> None:
-        """Wait for what is being published, then let go of the server and the memory."""
+        """Wait for what is being published, then let go of the server and the memory.
+
+        A call of another thread ends first: it writes to that memory.
+        """
         if self.closed or not self.owner.here:
             return
-        self.closed = True
-        self.settle(self._timeout)
-        self._server.process.close()
-        self._free()
+        self.closed = True  # calls that wait for their turn are refused
+        over = self._calls.acquire(timeout=self._timeout)
+        try:
+            self.settle(self._timeout)
+            self._server.process.close()
+            if over:  # else the memory is in use until the process ends
+                self._free()
+        finally:
+            if over:
+                self._calls.release()
 
     def _free(self) -> None:
         for slot in list(self.arenas):
