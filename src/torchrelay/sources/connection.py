@@ -21,7 +21,16 @@ from typing import NamedTuple
 import msgspec
 
 from torchrelay.errors import EndpointError
-from torchrelay.sources.http_head import END, Head, ServerUrl, is_loopback, parse_head
+from torchrelay.sources.http_head import (
+    DIGEST,
+    END,
+    Head,
+    ServerUrl,
+    digest_header,
+    is_changed,
+    is_loopback,
+    parse_head,
+)
 from torchrelay.version import __version__
 
 STALL_SECONDS = 10.0  # without progress, after which a connection is given up
@@ -109,7 +118,7 @@ class Host:
             self.post(f"/readers/{self._reader}", msgspec.json.encode(body), seconds=seconds)
 
     def _small(self, request: str, body: bytes, seconds: float, limit: int) -> Reply:
-        more = f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n" if body else ""
+        more = _body_headers("application/json", body) if body else ""
         with self._connected(seconds) as line:
             head = line.ask(self._request(request, more) + body)
             length = 0 if head.status == 204 else head.length
@@ -117,7 +126,10 @@ class Host:
                 raise ValueError("an answer of unknown length")
             if length > limit:
                 raise ValueError(f"{length} bytes, where at most {limit} are expected")
-            return Reply(head.status, head.headers, line.read(length))
+            answer = line.read(length)
+            if is_changed(head.headers, answer):
+                raise ConnectionResetError(f"the answer of {self.url} changed on its way")
+            return Reply(head.status, head.headers, answer)
 
     def read(
         self, path: str, start: int, views: Sequence[memoryview], *, seconds: float
@@ -142,7 +154,7 @@ class Host:
         """Within: an answer of unknown length to a POST of MessagePack. `Answered` for any other
         status than 200."""
         with self._connected(seconds) as line:
-            more = f"Content-Type: application/msgpack\r\nContent-Length: {len(body)}\r\n"
+            more = _body_headers("application/msgpack", body)
             head = line.ask(self._request(f"POST {path}", more) + body, HEADER_SECONDS)
             line.expect(200, head)
             line.keeps = False
@@ -219,6 +231,11 @@ class Host:
             idle, self._idle = self._idle, []
         for line in idle:
             line.close()
+
+
+def _body_headers(kind: str, body: bytes) -> str:
+    digest = f"{DIGEST}: {digest_header(body)}"
+    return f"Content-Type: {kind}\r\nContent-Length: {len(body)}\r\n{digest}\r\n"
 
 
 class _NoAnswer(ConnectionResetError):

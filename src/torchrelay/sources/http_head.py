@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import ipaddress
 import re
+from collections.abc import Mapping
 from typing import NamedTuple
 from urllib.parse import urlsplit
+
+import xxhash
 
 from torchrelay.errors import UsageError
 
 MAX_HEADERS = 64
+DIGEST = "Torchrelay-Digest"  # of a request's body or a small answer's: XXH3-128, hexadecimal
 END = b"\r\n\r\n"
 
 _NAME = re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]+")
@@ -44,6 +48,17 @@ class Head(NamedTuple):
         if not _LENGTH.fullmatch(text):
             raise ValueError(f"its Content-Length is {text[:40]!r}")
         return int(text)
+
+
+def digest_header(body: bytes) -> str:
+    """The value of `DIGEST` for a body."""
+    return xxhash.xxh3_128_hexdigest(body)
+
+
+def is_changed(headers: Mapping[str, str], body: bytes) -> bool:
+    """Whether a body is not the one that its digest was made of. Others send none."""
+    digest = headers.get(DIGEST.lower())
+    return digest is not None and digest != digest_header(body)
 
 
 def parse_head(data: bytes) -> Head:

@@ -26,7 +26,7 @@ import msgspec
 
 from torchrelay.endpoint.server.http.requests import BODY_BYTES, HEAD_BYTES, Refusal, Request
 from torchrelay.endpoint.server.http.sockets import is_own_user, is_plain_host
-from torchrelay.sources.http_head import END
+from torchrelay.sources.http_head import DIGEST, END, digest_header, is_changed
 
 logger = logging.getLogger("torchrelay")
 
@@ -189,6 +189,8 @@ class HttpConnection:
                 return None
         body = bytes(self._ahead[: found.length])
         del self._ahead[: found.length]
+        if is_changed(found.headers, body):
+            raise Refusal(400, "the body changed on its way: it has another digest than was sent")
         return found._replace(body=body)
 
     def _receive(self, end: float) -> bool:
@@ -348,6 +350,8 @@ class HttpServer:
             keeps = request is not None and request.keeps and connection.admitted
         if answer is not None:
             headers = {"Content-Type": answer.kind, **answer.headers}
+            if answer.body:
+                headers[DIGEST] = digest_header(answer.body)
             if not keeps:
                 headers["Connection"] = "close"
             connection.send_head(answer.status, len(answer.body), headers)
