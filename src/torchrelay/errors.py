@@ -90,7 +90,7 @@ class ResourceError(RelayError, OSError):
 
 
 class UnsupportedSystemError(RelayError, NotImplementedError):
-    """What was called needs Linux: macOS and Windows read steps. Nothing was done."""
+    """The call needs Linux: macOS and Windows read steps. Nothing was done."""
 
 
 class RouteError(RelayError):

@@ -106,7 +106,7 @@ class Relay:
         self._closed = False
         self._owner = Owner("Relay", "move states in the parent, which has the group's connections")
         self._joining = threading.Lock()
-        self._node: Node | None = None
+        self._joined: tuple[Any, Node] | None = None
         with suppress(UsageError):  # a group that is configured later is joined by the first call
             self._join()
 
@@ -273,11 +273,11 @@ class Relay:
         """The group of the moment, and this process's end of it."""
         group = current_group(self._group)
         with self._joining:
-            node = node_of(group)
-            if self._node not in (None, node):
-                self._resources.close()  # its processes have other ids in this group
-            self._node = node
-            return group, node
+            if self._joined is None or self._joined[0] is not group:
+                if self._joined is not None:
+                    self._resources.close()  # its processes have other ids in this group
+                self._joined = group, node_of(group)
+            return self._joined
 
     def _member(self) -> Member:
         group, node = self._join()

@@ -80,6 +80,7 @@ def copy_from(url: str, slot: Slot) -> CopyThread:
         rate=1e12,
         done=lambda _: over.set(),
     )
+    copy.start()
     assert over.wait(30), "nobody was told that the copy is over"
     return copy
 

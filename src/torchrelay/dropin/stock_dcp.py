@@ -122,7 +122,7 @@ def _write_stock(folder: Path, state: dict[str, Any]) -> None:
         with warnings.catch_warnings():
             # It warns that nothing is distributed, which is what was asked for.
             warnings.simplefilter("ignore", UserWarning)
-            writer = _Writer(folder)
+            writer = _StockWriter(folder)
             writer.fs = _ReadBack()
             save(state, storage_writer=writer, no_dist=True)
     except CheckpointException as fault:
@@ -134,12 +134,15 @@ def _write_stock(folder: Path, state: dict[str, Any]) -> None:
         raise CheckpointError(f"stock DCP failed: {_reason(cause)}", file=str(folder)) from cause
 
 
-class _Writer(FileSystemWriter):
+class _StockWriter(FileSystemWriter):
     """Torch's writer, which hands its record to `_ReadBack`."""
 
     fs: _ReadBack
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        # Torch 2.11 adds these to a copy of the record.
+        metadata.storage_data = {one.index: one.storage_data for rank in results for one in rank}
+        metadata.storage_meta = self.storage_meta()
         self.fs.metadata = metadata
         super().finish(metadata, results)
 
