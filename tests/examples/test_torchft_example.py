@@ -14,6 +14,14 @@ import pytest
 EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "torchft" / "train.py"
 
 
+@pytest.fixture(autouse=True)
+def without_stand_in(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Earlier tests of this process may have imported parts of torchft without its native one."""
+    if getattr(sys.modules.get("torchft"), "__spec__", None) is None:
+        for name in [one for one in sys.modules if one.partition(".")[0] == "torchft"]:
+            monkeypatch.delitem(sys.modules, name)
+
+
 def example() -> Any:
     spec = importlib.util.spec_from_file_location("torchft_example", EXAMPLE)
     assert spec is not None and spec.loader is not None
