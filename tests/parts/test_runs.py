@@ -122,6 +122,7 @@ GOOD: Columns = ([0, 64], [16, 32], [32, 32], [2, 1], [4, 4])
         (3, [128, 1], "outside"),
         (4, [3, 4], "1, 2, 4, 8 or 16"),
         (4, [0, 4], "1, 2, 4, 8 or 16"),
+        (4, [4, 2], "order of their itemsizes"),
         (0, [0], "one length"),
     ],
 )
@@ -137,6 +138,24 @@ def test_runs_have_no_more_bytes_than_their_volume() -> None:
     again = [np.array(one * 3, np.int64) for one in GOOD]
     with pytest.raises(RemoteProtocolError, match="more bytes than the volume"):
         PartRuns.decoded(PartRuns(*again).encoded(), 128)
+
+
+def test_a_request_divides_a_volume_by_no_more_than_its_itemsizes() -> None:
+    """As many runs as a request may have, of a few bytes each."""
+    count = module.MAX_RUNS
+    sizes = np.array(module.ITEMSIZES, np.int64)
+    turns = [
+        np.arange(count) * 16,
+        *[np.full(count, 16)] * 2,
+        np.ones(count),
+        np.resize(sizes, count),
+    ]
+    columns = [column.astype(np.int64) for column in turns]
+    with pytest.raises(RemoteProtocolError, match="order of their itemsizes"):
+        PartRuns.decoded(PartRuns(*columns).encoded(), count * 16)
+    columns[-1].sort()
+    found = PartRuns.decoded(PartRuns(*columns).encoded(), count * 16)
+    assert len(found.parts) == len(sizes)
 
 
 @pytest.mark.parametrize("columns", [[], [b""] * 5, [b"\x03abc"] * 5, [bytes([1]) * (1 << 20)] * 5])

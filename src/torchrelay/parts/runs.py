@@ -54,7 +54,8 @@ class StridedRun(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class PartRuns:
-    """Runs of one volume in columns. `itemsizes`: bytes of an element of the tensor there."""
+    """Runs of one volume in columns. `itemsizes`: bytes of an element of the tensor there. Runs are
+    in their order."""
 
     starts: Numbers
     nbytes: Numbers
@@ -189,6 +190,10 @@ class PartRuns:
             raise RemoteProtocolError("a run is empty")
         if not np.isin(self.itemsizes, ITEMSIZES).all():
             raise RemoteProtocolError("an element has 1, 2, 4, 8 or 16 bytes")
+        # A part chunk has one itemsize: a few bytes that change it at every run would have the server
+        # make a chunk, with a digest, of each.
+        if (self.itemsizes[1:] < self.itemsizes[:-1]).any():
+            raise RemoteProtocolError("runs are in the order of their itemsizes")
         if (self.nbytes % self.itemsizes).any() or (self.strides % self.itemsizes).any():
             raise RemoteProtocolError("a run cuts through an element")
         if ((self.counts > 1) & (self.strides < self.nbytes)).any():
