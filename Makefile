@@ -13,7 +13,7 @@ CONSTRAINTS := $(VENV)/constraints.txt
 WORKERS ?= 2
 
 .DEFAULT_GOAL := test
-.PHONY: demo test suite test-slow test-versions lint docs bench clean
+.PHONY: demo test suite test-slow test-versions test-frameworks lint docs bench clean
 
 $(CONSTRAINTS): constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -26,6 +26,7 @@ $(LIBRARY): pyproject.toml $(CONSTRAINTS)
 
 $(STAMP): $(LIBRARY)
 	$(BIN)/python -m pip install -q -c $(CONSTRAINTS) -e '.[dev,cli]'
+	$(if $(FRAMEWORK),$(BIN)/python -m pip install -q -e '.[$(FRAMEWORK)]')
 	$(BIN)/python tests/support/fetch_torchft.py
 	touch $@
 
@@ -52,6 +53,13 @@ test-slow: $(STAMP)
 # The tests with other releases of Python and torch, hours; the result is a table in docs/install.md.
 test-versions:
 	$(PYTHON) -m tools.versions --remove
+
+# The tests of frameworks that bring a torch or a ray of their own, in environments of their own.
+FRAMEWORKS := ray torchtitan vllm verl
+test-frameworks:
+	for name in $(FRAMEWORKS); do \
+	    $(MAKE) suite VENV=build/frameworks/$$name FRAMEWORK=$$name OPTIONS=tests/integrations/test_$$name.py || exit 1; \
+	done
 
 # The site, in build/site. Generated pages and figures are written again first.
 docs: pages

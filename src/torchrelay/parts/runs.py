@@ -190,8 +190,8 @@ class PartRuns:
             raise RemoteProtocolError("a run is empty")
         if not np.isin(self.itemsizes, ITEMSIZES).all():
             raise RemoteProtocolError("an element has 1, 2, 4, 8 or 16 bytes")
-        # A part chunk has one itemsize: a few bytes that change it at every run would have the server
-        # make a chunk, with a digest, of each.
+        # A part chunk has one itemsize: runs that change it each time would have the server make a
+        # chunk, with a digest, of each.
         if (self.itemsizes[1:] < self.itemsizes[:-1]).any():
             raise RemoteProtocolError("runs are in the order of their itemsizes")
         if (self.nbytes % self.itemsizes).any() or (self.strides % self.itemsizes).any():
