@@ -206,12 +206,11 @@ def run_blocks(rank: int, group: Any, blocks: list[Block], folder: Path) -> list
     return skipped
 
 
-@pytest.mark.parametrize("page", sorted({block.page for block in PYTHON if block.ranks}))
-@pytest.mark.parametrize("ranks", RANKS)
+@pytest.mark.parametrize(
+    ("ranks", "page"), sorted({(block.ranks, block.page) for block in PYTHON if block.ranks})
+)
 def test_ranks_run(page: str, ranks: int, request: pytest.FixtureRequest, tmp_path: Path) -> None:
     blocks = [block for block in PYTHON if block.page == page and block.ranks == ranks]
-    if not blocks:
-        pytest.skip(f"{page} has no snippet for {ranks} ranks")
     if any("use_local_synchronization" in block.source for block in blocks):
         # New processes: it hangs on ranks that are in unequal numbers of groups.
         skipped = run_ranks(run_blocks, ranks, blocks, tmp_path)[0]

@@ -259,7 +259,7 @@ def besieged(rank: int, group: Any, shape: str) -> Any:
     mesh = senders()
     relay = tr.Relay(group, timeout=LONG, chunk_bytes=CHUNK, join_window=10.0, route="tcp")
     found = []
-    with Flood(relay._node.identity, 100) as flood:
+    with Flood(relay._member().node.identity, 100) as flood:
         flood.wait_until_made(50)
         torch.distributed.barrier(group)
         for _ in range(5):

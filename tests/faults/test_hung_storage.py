@@ -81,7 +81,7 @@ def test_a_save_to_a_frozen_file_system_ends_in_time(
     tmp_path: Path, what: str, background: bool
 ) -> None:
     if background and what in ("data files", "data"):
-        pytest.skip("the writer process does that: see the stopped one")
+        pytest.skip("no such case: the writer process does that, see the stopped one")
 
     def save(step: int) -> object:
         if background:

@@ -162,7 +162,7 @@ def test_unordered_sinks_take_any_order(store: Store) -> None:
     draft.begin()
     sink = draft.open("a.safetensors", len(content))
     if sink.ordered:
-        pytest.skip("its writes come in order")
+        pytest.skip("no such case: its writes come in order")
     for start in (5000, 0, 7500, 2500):
         sink.write(start, content[start : start + 2500])
     sink.finish()
@@ -336,7 +336,7 @@ os._exit(9)
 
 def test_clean_removes_what_a_dead_writer_left(place: Place) -> None:
     if place.kind == "memory":
-        pytest.skip("no other process reaches it")
+        pytest.skip("no such case: no other process reaches it")
     save(place.store, 1, {"a.safetensors": b"1"})
     child = subprocess.run(
         [sys.executable, "-c", DYING_WRITER, place.kind, place.where],

@@ -92,7 +92,7 @@ def test_a_save_without_descriptors_does_not_blame_the_store(
         raise OSError(errno.EMFILE, os.strerror(errno.EMFILE), str(args[-1]))
 
     if background and what == "create":
-        pytest.skip("the writer process creates data files")
+        pytest.skip("no such case: the writer process creates data files")
     with tr.Checkpointer(tmp_path, group=False, timeout=30) as held:
         held.save(1, state(1))
         with monkeypatch.context() as within:

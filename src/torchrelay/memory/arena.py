@@ -8,6 +8,7 @@ are allocated side by side, where threads that allocate one would wait for each 
 
 from __future__ import annotations
 
+import errno
 import mmap
 import os
 from contextlib import suppress
@@ -19,6 +20,7 @@ from torchrelay.memory.crew import share_out
 from torchrelay.memory.free import check_free
 from torchrelay.memory.pages import HUGE_PAGE, allocate, private_memory, reserve, side_by_side
 from torchrelay.memory.sealed import sealed_memory
+from torchrelay.shortage import raise_shortage
 from torchrelay.system import LINUX
 
 LEAST_PART = 64 << 20  # bytes of a memfd, if there are several
@@ -53,6 +55,8 @@ class Arena:
                 self._map = private_memory(nbytes)
         except (OSError, ValueError, OverflowError, MemoryError) as fault:
             self.close()
+            if isinstance(fault, OSError) and fault.errno in (errno.EMFILE, errno.ENFILE):
+                raise_shortage(fault, "share memory")
             raise MemoryError(f"no arena of {nbytes} bytes: {fault}") from None
         self.tensor = torch.frombuffer(self._map, dtype=torch.uint8)
         self.address = self.tensor.data_ptr()
