@@ -42,7 +42,7 @@ def memory_files() -> set[int]:
     found = set()
     for link in Path("/proc/self/fd").iterdir():
         with suppress(OSError):
-            if "memfd:torchrelay-arena" in os.readlink(link):
+            if "memfd:torchrelay-arena" in str(link.readlink()):
                 found.add(link.stat().st_ino)
     return found
 
