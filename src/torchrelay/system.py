@@ -18,7 +18,6 @@ from typing import Any
 from torchrelay.errors import UnsupportedSystemError
 
 LINUX = sys.platform == "linux"
-MACOS = sys.platform == "darwin"
 WINDOWS = sys.platform == "win32"
 
 # Modules and functions that a system may lack. `None`, or `False`, where it does.

@@ -19,8 +19,8 @@ from tools.docs.site import adapted, more_pages
 from torchrelay.check import bucket, folder, links
 
 # Words that a page has, written by hand; the two formats are looked up, not read through.
-MOST_WORDS = 1_800
-MOST_WORDS_OF_FORMATS = {"wire-format.md": 5_500, "checkpoint-format.md": 2_100}
+MOST_WORDS = 1_700
+MOST_WORDS_OF_FORMATS = {"wire-format.md": 5_200, "checkpoint-format.md": 2_100}
 MOST_WORDS_OF_README = 900
 GENERATED = {"conformance.md", "index-a-z.md", "map.md", "module-list.md", "reference.md"}
 REGIONS = re.compile(
