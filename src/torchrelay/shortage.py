@@ -13,6 +13,9 @@ import socket
 from torchrelay.errors import ResourceError
 from torchrelay.system import most_open_files
 
+# A resolver that cannot open its files knows no name, or fails with one of these: which one depends
+# on the modules that the machine resolves names with.
+_OF_A_RESOLVER = {errno.EBUSY, errno.EINVAL, errno.ENOENT, errno.EAGAIN}
 _KERNEL = "the kernel has no memory for it: free memory, or see `dmesg`"
 _CAUSES = {
     errno.ENFILE: "this machine has no more open files: raise fs.file-max, or close files",
@@ -28,9 +31,8 @@ def shortage(fault: BaseException) -> ResourceError | None:
     if not isinstance(fault, OSError):
         return None
     number = fault.errno
-    # A resolver that cannot open its files knows no name, or is "busy".
-    if isinstance(fault, socket.gaierror) or number == errno.EBUSY:
-        number = _no_descriptor()
+    if isinstance(fault, socket.gaierror) or number in _OF_A_RESOLVER:
+        number = _no_descriptor() or number
     if number == errno.EMFILE:
         most = most_open_files()
         cause = (

@@ -136,6 +136,18 @@ def test_a_receive(pool2: RankPool) -> None:
     assert found.startswith("0 ") and "cannot connect to rank 0" in found
 
 
+@pytest.mark.parametrize(
+    "fault",
+    [OSError(errno.EINVAL, ""), OSError(errno.EBUSY, ""), socket.gaierror(-2, "")],
+    ids=["invalid", "busy", "no-name"],
+)
+def test_a_resolver_that_cannot_open_its_files(fault: OSError) -> None:
+    assert shortage(fault) is None
+    with none_left():
+        found = shortage(fault)
+    assert isinstance(found, ResourceError) and "files open" in str(found)
+
+
 @pytest.mark.parametrize("code", [errno.ENFILE, errno.ENOMEM, errno.ENOBUFS])
 def test_what_the_machine_lacks(code: int) -> None:
     found = shortage(OSError(code, ""))
