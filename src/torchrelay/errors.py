@@ -7,6 +7,7 @@
     ├── UsageError                 ours: invalid arguments, or a closed object
     ├── ResourceError              this machine lacks descriptors, threads or memory (an OSError)
     ├── UnsupportedSystemError     this call needs Linux
+    ├── UnsupportedTorchError      this torch has moved a name that the call needs (an ImportError)
     ├── RouteError                 the route that was asked for cannot be taken
     ├── StepMismatchError          the offered step is not the one asked for
     ├── ManifestError              bytes that are not a valid manifest
@@ -53,12 +54,12 @@ class RelayError(Exception):
         phase: str | None = None,
         path: str | None = None,
     ) -> None:
+        super().__init__(message)  # first: an `ImportError` clears its own `path`
         self.message = message
         self.rank = rank
         self.step = step
         self.phase = phase
         self.path = path
-        super().__init__(message)
 
     def __str__(self) -> str:
         known = (("rank", self.rank), ("step", self.step), ("phase", self.phase))
@@ -91,6 +92,11 @@ class ResourceError(RelayError, OSError):
 
 class UnsupportedSystemError(RelayError, NotImplementedError):
     """The call needs Linux: macOS and Windows read steps. Nothing was done."""
+
+
+class UnsupportedTorchError(RelayError, ImportError):
+    """The call needs a private name of torch that this release of it does not have. The message
+    says which. Nothing was done."""
 
 
 class RouteError(RelayError):

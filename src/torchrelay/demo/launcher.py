@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 from torchrelay.demo import worker
 from torchrelay.demo.worker import Plan, Post
+from torchrelay.state.torch_private import SLOW_TO_IMPORT
 
 _forks = get_context("forkserver")
 
@@ -23,8 +24,8 @@ _forks = get_context("forkserver")
 def import_ahead() -> None:
     """Have workers forked off a process that has imported what they need. For programs that fork
     off nothing else, before the first start."""
-    # AdamW imports torch._dynamo, which takes seconds.
-    _forks.set_forkserver_preload(["torchrelay.demo.worker", "torch._dynamo"])
+    # AdamW would import the second, which takes seconds.
+    _forks.set_forkserver_preload(["torchrelay.demo.worker", SLOW_TO_IMPORT])
 
 
 class LaunchError(Exception):

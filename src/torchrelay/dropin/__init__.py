@@ -1,17 +1,27 @@
-"""Torch's names and signatures, for programs that change nothing but their import line."""
+"""Torch's names and signatures, for programs that change nothing but their import line.
 
-from torchrelay.dropin._torch_records import (
-    _cast_tensor,
-    _DTensorMeta,
-    _prepare_state_dict,
-    _prepare_tensor,
-    _ShardedTensorMeta,
-    _StateDictMeta,
-    _TensorMeta,
-    _timeit,
-)
-from torchrelay.dropin.checkpointer import TorchCheckpointer as Checkpointer
-from torchrelay.dropin.pg_transport import PGTransport
+A name is imported when it is first used: a checkpointer needs no private name of torch that only
+transports do.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from torchrelay.dropin._torch_records import (
+        _cast_tensor,
+        _DTensorMeta,
+        _prepare_state_dict,
+        _prepare_tensor,
+        _ShardedTensorMeta,
+        _StateDictMeta,
+        _TensorMeta,
+        _timeit,
+    )
+    from torchrelay.dropin.checkpointer import TorchCheckpointer as Checkpointer
+    from torchrelay.dropin.pg_transport import PGTransport
 
 __all__ = [
     "Checkpointer",
@@ -25,3 +35,21 @@ __all__ = [
     "_prepare_tensor",
     "_timeit",
 ]
+
+_HOMES = {
+    "Checkpointer": ("checkpointer", "TorchCheckpointer"),
+    "PGTransport": ("pg_transport", "PGTransport"),
+}
+
+
+def __getattr__(name: str) -> object:
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    home, own = _HOMES.get(name, ("_torch_records", name))
+    value: object = getattr(import_module(f"{__name__}.{home}"), own)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

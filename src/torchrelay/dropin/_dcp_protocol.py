@@ -20,13 +20,13 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import StorageReader, StorageWriter
-from torch.distributed.checkpoint.utils import _DistWrapper
 
+from torchrelay.dropin import torch_private as private
 from torchrelay.errors import CheckpointError, RelayError
 from torchrelay.stores.torch_plans.chunks import check_chunks
 
 logger = logging.getLogger(__name__)
-Meeting = _DistWrapper
+Meeting = private.DistWrapper
 _T = TypeVar("_T")
 
 

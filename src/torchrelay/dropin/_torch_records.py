@@ -9,27 +9,19 @@ from __future__ import annotations
 from typing import cast
 
 import torch
-from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from torch.distributed.tensor import DTensor
-from torch.utils._pytree import keystr, tree_flatten_with_path
 
+from torchrelay.dropin import torch_private as private
+from torchrelay.dropin.torch_private import (
+    _DTensorMeta,
+    _ShardedTensorMeta,
+    _StateDictMeta,
+    _TensorMeta,
+    _timeit,
+)
 from torchrelay.errors import UnsupportedLeafError
 from torchrelay.state.backing import with_memory
-
-try:
-    from torch.distributed.checkpoint._pg_transport import (
-        _DTensorMeta,
-        _ShardedTensorMeta,
-        _StateDictMeta,
-        _TensorMeta,
-        _timeit,
-    )
-except ImportError as fault:
-    raise ImportError(
-        f"torchrelay.dropin needs torch's PGTransport records, which torch {torch.__version__} "
-        "does not have; it is known to work with torch 2.11 to 2.13. torchrelay.Relay needs no "
-        "such records"
-    ) from fault
+from torchrelay.state.tensors import dtensor_parts, is_sharded
 
 __all__ = [
     "_DTensorMeta",
@@ -66,7 +58,7 @@ def _prepare_state_dict(
 
     `device` is there for torch's signature: moving to it is left to the sender, tensor by tensor.
     """
-    leaves, treespec = tree_flatten_with_path(state_dict)
+    leaves, treespec = private.tree_flatten_with_path(state_dict)
     records: list[object] = []
     tensors: list[torch.Tensor] = []
 
@@ -74,10 +66,10 @@ def _prepare_state_dict(
         if not isinstance(leaf, torch.Tensor):
             records.append(leaf)
             continue
-        local = leaf._local_tensor if isinstance(leaf, DTensor) else leaf
-        storage, record = _prepare(local, keystr(path))
+        local, spec = dtensor_parts(leaf) if isinstance(leaf, DTensor) else (leaf, None)
+        storage, record = _prepare(local, private.keystr(path))
         tensors.append(storage)
-        records.append(_DTensorMeta(record, leaf._spec) if isinstance(leaf, DTensor) else record)
+        records.append(record if spec is None else _DTensorMeta(record, spec))
     return _StateDictMeta(treespec, [path for path, _ in leaves], records), tensors
 
 
@@ -112,7 +104,7 @@ SHARDED = 'a ShardedTensor: use PGTransport(protocol="relay") on both sides, or 
 
 def _why_not(tensor: torch.Tensor) -> str | None:
     """Why a storage, a dtype, a shape and strides do not describe the tensor; None if they do."""
-    if isinstance(tensor, ShardedTensor):
+    if is_sharded(tensor):
         return SHARDED
     if not _is_plain(tensor):
         return f"a tensor subclass ({type(tensor).__name__})"

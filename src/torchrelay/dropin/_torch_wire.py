@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.distributed import ProcessGroup, Work
 from torch.distributed.tensor import DTensor, Replicate
-from torch.utils._pytree import KeyPath, keystr, tree_unflatten
 
+from torchrelay.dropin import torch_private as private
 from torchrelay.dropin._pickles.state_record import loads
 from torchrelay.dropin._torch_records import (
     SHARDED,
@@ -31,6 +31,10 @@ from torchrelay.geometry.strides import extent
 from torchrelay.memory.free import take_free
 from torchrelay.memory.writable import READ_ONLY, ReadOnlyMemory
 from torchrelay.state.backing import missing_memory
+from torchrelay.state.tensors import dtensor_parts
+
+if TYPE_CHECKING:
+    from torchrelay.dropin.torch_private import KeyPath
 
 LENGTH_TAG = 1
 RECORD_TAG = 2
@@ -115,7 +119,7 @@ def recv_torch(
         for target, tensors in zip(targets, arrived, strict=True):
             if target is not None:
                 _copy(target, *tensors)
-    return tree_unflatten(values, record.treespec)
+    return private.tree_unflatten(values, record.treespec)
 
 
 def _pickled(record: _StateDictMeta) -> bytes:
@@ -129,7 +133,7 @@ def _pickled(record: _StateDictMeta) -> bytes:
                 raise UnsupportedLeafError(
                     f"torch's PGTransport protocol pickles its leaves, and {type(leaf).__name__} "
                     f"cannot be: {cause}",
-                    path=keystr(path),
+                    path=private.keystr(path),
                 ) from cause
         raise UnsupportedLeafError(f"the tree of the state cannot be pickled: {fault}") from fault
 
@@ -171,25 +175,25 @@ def _target(
     """The caller's tensor that takes a leaf of the sent state, if there is one. Raises for a leaf
     that cannot be taken, and `MismatchError` if the two do not fit."""
     if isinstance(sent, _ShardedTensorMeta):
-        raise UnsupportedLeafError(f"the sender's tensor is {SHARDED}", path=keystr(path))
+        raise UnsupportedLeafError(f"the sender's tensor is {SHARDED}", path=private.keystr(path))
     if any(part.dtype in _QUANTIZED for part in _parts(sent)):
         raise UnsupportedLeafError(
-            "the sender's quantized tensor came without its scale", path=keystr(path)
+            "the sender's quantized tensor came without its scale", path=private.keystr(path)
         )
     if not isinstance(into, torch.Tensor):
         return None
     if isinstance(sent, _DTensorMeta) and isinstance(into, DTensor):
-        why = _other_placement(sent, into) or _misfit(sent.local, into._local_tensor)
+        why = _other_placement(sent, into) or _misfit(sent.local, dtensor_parts(into)[0])
     elif isinstance(sent, _TensorMeta) and not isinstance(into, DTensor):
         why = _misfit(sent, into)
     else:
         kind = type(sent).__name__.strip("_").removesuffix("Meta")
         why = f"it is a {type(into).__name__}, and a {kind} was sent"
     read_only = read_only or ReadOnlyMemory()
-    if why is None and read_only.has(into._local_tensor if isinstance(into, DTensor) else into):
+    if why is None and read_only.has(_local(into)):
         why = f"it cannot be written: {READ_ONLY}"
     if why is not None:
-        raise MismatchError(f"the destination does not fit: {why}", path=keystr(path))
+        raise MismatchError(f"the destination does not fit: {why}", path=private.keystr(path))
     return into
 
 
@@ -232,17 +236,18 @@ def _misfit(part: _TensorMeta, target: torch.Tensor) -> str | None:
 
 
 def _other_placement(sent: _DTensorMeta, into: DTensor) -> str | None:
-    theirs, ours = sent.spec, into._spec
+    theirs, ours = sent.spec, dtensor_parts(into)[1]
     if tuple(theirs.shape) != tuple(ours.shape):
         return f"its whole shape is {tuple(ours.shape)}, and {tuple(theirs.shape)} was sent"
     if theirs.placements != ours.placements:
         return f"its placements are {ours.placements}, and {theirs.placements} were sent"
     if getattr(theirs, "shard_order", None) != getattr(ours, "shard_order", None):
         return "the dimensions of its mesh cut it in another order"
-    if theirs.mesh._layout.top_level_sizes != ours.mesh._layout.top_level_sizes:
+    layouts = [private.layout_of(spec.mesh) for spec in (theirs, ours)]
+    if layouts[0].top_level_sizes != layouts[1].top_level_sizes:
         return "its mesh has another shape"
     # Ranks may differ, since the sender can be of another replica; its share of the tensor may not.
-    here, there = ours.mesh.get_coordinate(), theirs.mesh._coordinate_on_dim
+    here, there = ours.mesh.get_coordinate(), private.coordinate_of(theirs.mesh)
     if here is None or there is None:
         return None if here is there is None else "one of the two is outside of its mesh"
     for dim, placement in enumerate(ours.placements):
@@ -251,9 +256,12 @@ def _other_placement(sent: _DTensorMeta, into: DTensor) -> str | None:
     return None
 
 
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    return dtensor_parts(tensor)[0] if isinstance(tensor, DTensor) else tensor
+
+
 def _copy(target: torch.Tensor, view: torch.Tensor) -> None:
-    if isinstance(target, DTensor):
-        target = target._local_tensor
+    target = _local(target)
     # torch has no copy for types below a byte, and no other view of a lazily negated one.
     if target.dtype.itemsize == 1 and not target.is_neg():
         target, view = target.view(torch.uint8), view.view(torch.uint8)

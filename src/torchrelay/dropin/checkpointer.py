@@ -22,9 +22,11 @@ from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.checkpoint.storage import StorageReader, StorageWriter
 
 from torchrelay.dropin import _dcp_protocol as protocol
+from torchrelay.dropin import torch_private as private
 from torchrelay.dropin._dcp_protocol import Meeting
-from torchrelay.errors import CheckpointError, ResourceError, UsageError
+from torchrelay.errors import CheckpointError, ResourceError, UnsupportedTorchError, UsageError
 from torchrelay.memory import threads
+from torchrelay.state.torch_names import look_up
 
 logger = logging.getLogger(__name__)
 
@@ -265,17 +267,18 @@ def _own_group(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
     ranks = dist.get_process_group_ranks(group)
     name: list[Any] = [f"torchrelay-{uuid.uuid4().hex}"]
     dist.broadcast_object_list(name, src=ranks[0], group=group)
-    found: tuple[dist.ProcessGroup, Any] = c10d._new_process_group_helper(
+    found: tuple[dist.ProcessGroup, Any] = private.new_group_helper(
         len(ranks),
         dist.get_rank(group),
         ranks,
         c10d.Backend("gloo"),
-        c10d._get_default_store(),
+        private.default_store(),
         name[0],
         timeout=_timeout(group),
     )
     # `new_group` records this for a group, and torch's collectives look it up.
-    c10d._world.pg_group_ranks[found[0]] = {rank: n for n, rank in enumerate(ranks)}
+    world = look_up(private.NAMES["world"])  # each time: torch may put another in its place
+    world.pg_group_ranks[found[0]] = {rank: n for n, rank in enumerate(ranks)}
     return found[0]
 
 
@@ -283,6 +286,7 @@ def _timeout(group: dist.ProcessGroup | None) -> Any:
     """The timeout the caller gave the group; torch's default where it does not tell."""
     whole: Any = dist.group.WORLD if group is None else group
     try:
-        return whole._get_backend(whole._device_types[0]).options._timeout
-    except (AttributeError, RuntimeError):
+        find = private.backend_finder_of(whole)
+        return private.timeout_of(find(private.device_types_of(whole)[0]).options)
+    except (AttributeError, RuntimeError, UnsupportedTorchError):
         return c10d.default_pg_timeout

@@ -11,17 +11,17 @@ from typing import Any, Literal
 
 import torch
 from torch.distributed import Work
-from torch.utils._pytree import tree_flatten_with_path
 
 from torchrelay.coordination.groups import check_group, current_group
 from torchrelay.deadlines import TICK, Deadline, seconds_of
+from torchrelay.dropin import torch_private as private
 from torchrelay.dropin._torch_wire import LENGTH_TAG, Wait, recv_torch, send_torch
 from torchrelay.errors import PeerLostError, TransferTimeoutError, UsageError
 from torchrelay.landing.options import LandingOptions
 from torchrelay.memory.gpu.side import settle
 from torchrelay.memory.uninterrupted import hurried
 from torchrelay.relay import Relay
-from torchrelay.state.tensors import device_backends
+from torchrelay.state.torch_private import device_backends
 from torchrelay.system import needs_linux
 from torchrelay.transports.c10d import watch
 from torchrelay.transports.meeting.directory import directory_of
@@ -133,7 +133,7 @@ class PGTransport:
 
     def _recv_torch(self, src_rank: int, into: object, deadline: Deadline) -> object:
         settle()
-        leaves = None if into is None else dict(tree_flatten_with_path(into)[0])
+        leaves = None if into is None else dict(private.tree_flatten_with_path(into)[0])
         group = self._group
         wait = _waiter(group, deadline)
 

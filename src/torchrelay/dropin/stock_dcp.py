@@ -27,8 +27,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.distributed._shard.sharded_tensor.api import ShardedTensor
-from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemWriter
 from torch.distributed.checkpoint.metadata import Metadata, TensorProperties
@@ -37,6 +35,7 @@ from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.distributed.tensor import DTensor
 
+from torchrelay.dropin import torch_private as private
 from torchrelay.dropin.dcp_directory import StockDirectory, load_archive, load_unchecked
 from torchrelay.errors import (
     CheckpointError,
@@ -47,6 +46,7 @@ from torchrelay.errors import (
 )
 from torchrelay.inspection.file_kinds import is_torch_save
 from torchrelay.state import paths
+from torchrelay.state.tensors import is_sharded
 from torchrelay.state.tree import is_namedtuple, show
 from torchrelay.stores.local.files import atomic_file
 from torchrelay.system import sync
@@ -228,11 +228,11 @@ def _reason(fault: BaseException) -> str:
 def _refuse_shards(state: dict[str, Any]) -> None:
     """torch's `save` would write the part that is here as if it were a checkpoint."""
     try:
-        leaves, _ = flatten_state_dict(state)
+        leaves, _ = private.flatten_state_dict(state)
     except ValueError as fault:
         raise UnsupportedLeafError(f"stock DCP cannot hold this state: {fault}") from fault
     for fqn, leaf in leaves.items():
-        if isinstance(leaf, ShardedTensor) or (
+        if is_sharded(leaf) or (
             isinstance(leaf, DTensor) and not all(p.is_replicate() for p in leaf.placements)
         ):
             raise UnsupportedLeafError(

@@ -162,7 +162,7 @@ def _add_objects(pairing: Pairing, options: LandingOptions) -> None:
         for below, index in slots(branch):
             path = (*root, *below)
             mine = leaves[here[path]] if path in here else None
-            if isinstance(mine, t.ShardedTensor) or (
+            if t.is_sharded(mine) or (
                 not options.atomic
                 and not held.in_module
                 and isinstance(mine, (torch.Tensor, np.ndarray))

@@ -121,7 +121,7 @@ class ShardedLeaves:
         local: torch.Tensor | None
         key: Hashable
         kind: ShardedKind | None
-        if isinstance(tensor, t.ShardedTensor):
+        if t.is_sharded(tensor):
             locals_, boxes, all_boxes, _ = t.sharded_parts(tensor)
             kind, local = kind_of_sharded(tensor), local_of(tensor)
             if self._wholes:
@@ -181,7 +181,7 @@ def _check_local(local: torch.Tensor) -> None:
 
 def local_of(leaf: Any) -> torch.Tensor | None:
     """A tensor that this process has of a distributed one."""
-    if not isinstance(leaf, t.ShardedTensor):
+    if not t.is_sharded(leaf):
         return t.dtensor_parts(leaf)[0]
     locals_ = t.sharded_parts(leaf)[0]
     return locals_[0].detach() if locals_ else None

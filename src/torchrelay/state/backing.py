@@ -11,6 +11,7 @@ import torch
 
 from torchrelay.errors import UnsupportedLeafError
 from torchrelay.geometry.strides import extent
+from torchrelay.state import torch_private as private
 from torchrelay.state.tensors import byte_offset
 
 
@@ -40,7 +41,7 @@ def check_memory(tensor: torch.Tensor) -> None:
 def with_memory(tensor: torch.Tensor) -> torch.Tensor:
     """The tensor, or zeros like it in the place of a zero tensor. `UnsupportedLeafError` for
     another whose elements are not all in memory."""
-    if tensor._is_zerotensor():
+    if private.is_zero_tensor_of(tensor)():
         shape, strides = tensor.shape, tensor.stride()
         made = torch.empty_strided(shape, strides, dtype=tensor.dtype, device=tensor.device)
         return made.zero_()

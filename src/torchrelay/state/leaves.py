@@ -100,7 +100,7 @@ def _tensor(leaf: torch.Tensor, path: Path, add: Add) -> m.Leaf:
     if t.is_dtensor(leaf):
         local = _plain_part(t.dtensor_parts(leaf)[0], "the local part of a DTensor", add)
         return dtensor_leaf(leaf, local, _flags_of_whole(leaf))
-    if isinstance(leaf, t.ShardedTensor):
+    if t.is_sharded(leaf):
         return _sharded(leaf, add)
     if type(leaf) in (torch.Tensor, torch.nn.Parameter):
         if leaf.layout in t.SPARSE:

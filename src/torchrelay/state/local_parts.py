@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
-from torch.distributed._shard.sharded_tensor.api import ShardedTensorBase
-from torch.distributed._shard.sharded_tensor.shard import Shard
-from torch.distributed._shard.sharding_spec.api import EnumerableShardingSpec
 
 from torchrelay.errors import UnsupportedLeafError
 from torchrelay.geometry.boxes import Box, without
@@ -16,6 +13,7 @@ from torchrelay.geometry.shards import ShardPiece, size_of
 from torchrelay.record import manifest as m
 from torchrelay.state import tensors as t
 from torchrelay.state.dtensor_pieces import pieces_of
+from torchrelay.state.torch_private import sharded_without_group
 
 
 class LocalPart(NamedTuple):
@@ -67,7 +65,7 @@ def local_parts(
         if len(pieces) == 1:
             return [LocalPart(pieces[0].box, local)]
         return [LocalPart(box, cut(local, at, box[1])) for box, at in pieces]
-    if isinstance(tensor, t.ShardedTensor):
+    if t.is_sharded(tensor):
         locals_, here, _, _ = t.sharded_parts(tensor)
         for one, box in zip(locals_, here, strict=True):
             if one.shape != box.sizes:
@@ -105,14 +103,9 @@ def cut(tensor: torch.Tensor, offsets: tuple[int, ...], sizes: tuple[int, ...]) 
     return tensor
 
 
-class BoxesOfWhole(t.ShardedTensor):
-    """A ShardedTensor without a process group: no process has the boxes that are not here."""
-
-    # Torch's own asks its group even for its size.
-    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
-
-
-def boxes_of_whole(parts: Sequence[tuple[Box, torch.Tensor]], shape: Sequence[int]) -> BoxesOfWhole:
+def boxes_of_whole(
+    parts: Sequence[tuple[Box, torch.Tensor]], shape: Sequence[int]
+) -> t.ShardedTensor:
     """A destination for some boxes of a tensor of this shape, by the memory that takes each."""
     boxes = [box for box, _ in parts]
     here, there = (
@@ -122,9 +115,5 @@ def boxes_of_whole(parts: Sequence[tuple[Box, torch.Tensor]], shape: Sequence[in
             (without(((0,) * len(shape), tuple(shape)), boxes), "rank:1/cpu"),
         )
     )
-    spec = EnumerableShardingSpec([*here, *there])
-    how: dict[str, Any] = {"layout": torch.strided, "pin_memory": False, "requires_grad": False}
-    kind = parts[0][1].dtype
-    built: BoxesOfWhole = ShardedTensorBase.__new__(BoxesOfWhole, spec, *shape, dtype=kind, **how)
-    built._local_shards = [Shard(x.detach(), y) for (_, x), y in zip(parts, here, strict=True)]
-    return built
+    shards = [(memory, box) for (_, memory), box in zip(parts, here, strict=True)]
+    return sharded_without_group(shards, there, shape)

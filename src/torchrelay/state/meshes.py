@@ -10,6 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from torchrelay.record import manifest as m
 from torchrelay.record.meshes import mesh_of, ranks_of
+from torchrelay.state.torch_private import mesh_without_groups
 
 # The tensors of a job share a few meshes, and torch takes long to say which ranks one has.
 _records: WeakKeyDictionary[DeviceMesh, m.Mesh] = WeakKeyDictionary()
@@ -27,10 +28,5 @@ def mesh_record(mesh: DeviceMesh) -> m.Mesh:
 @lru_cache(64)
 def described_mesh(record: m.Mesh, rank: int) -> DeviceMesh:
     """A mesh as one rank sees it, with no process groups behind it."""
-    return DeviceMesh(
-        record.device_type,
-        torch.tensor(ranks_of(record), dtype=torch.int, device="cpu").reshape(record.shape),
-        mesh_dim_names=record.names,
-        _init_backend=False,
-        _rank=rank,
-    )
+    ranks = torch.tensor(ranks_of(record), dtype=torch.int, device="cpu").reshape(record.shape)
+    return mesh_without_groups(record.device_type, ranks, rank, record.names)

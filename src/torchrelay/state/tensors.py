@@ -1,13 +1,10 @@
-"""The one module that uses torch's private names.
-
-Reading and rebuilding tensors of every kind by their storage: `raw` gives an integer view of the
-same memory, so that copies move bits whatever the dtype is. Callers deal in records and shapes.
+"""Reading and rebuilding tensors of every kind by their storage: `raw` gives an integer view of
+the same memory, so that copies move bits whatever the dtype is. Callers deal in records and shapes.
 """
 
 from __future__ import annotations
 
 import re
-import sys
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from copy import copy
@@ -16,22 +13,26 @@ from operator import attrgetter
 from typing import TYPE_CHECKING, Any, TypeGuard
 
 import torch
-from torch.distributed._shard.metadata import ShardMetadata
-from torch.distributed._shard.sharded_tensor.api import ShardedTensor
-from torch.distributed._shard.sharded_tensor.metadata import ShardedTensorMetadata, TensorProperties
-from torch.distributed._shard.sharded_tensor.shard import Shard as _Shard
 from torch.distributed.device_mesh import DeviceMesh
 
-from torchrelay.errors import UnsupportedLeafError
+from torchrelay.errors import UnsupportedLeafError, UnsupportedTorchError
 from torchrelay.geometry.strides import contiguous_strides
 from torchrelay.record import manifest as m
 from torchrelay.record.dtypes import ITEM_SIZES
+from torchrelay.state import torch_private as private
 from torchrelay.state.meshes import described_mesh
+from torchrelay.state.torch_names import if_imported
 
 if TYPE_CHECKING:  # importing it takes a second, which those who have no DTensor do not wait for
     from torch.distributed.tensor import DTensor
-    from torch.distributed.tensor._dtensor_spec import DTensorSpec
     from torch.distributed.tensor.placement_types import Placement as _Placement
+
+    from torchrelay.state.torch_private import (
+        DTensorSpec,
+        ShardedTensor,
+        ShardMetadata,
+        TensorProperties,
+    )
 
 __all__ = ["DTensor", "DeviceMesh", "ShardedTensor"]
 
@@ -68,8 +69,8 @@ def is_plain(tensor: torch.Tensor) -> bool:
         and tensor.layout is torch.strided
         and not tensor.is_quantized
         and not tensor.is_nested
-        and not torch._is_functional_tensor(tensor)
-        and not torch._C._functorch.is_functorch_wrapped_tensor(tensor)
+        and not private.is_functional(tensor)
+        and not private.is_functorch_wrapped(tensor)
     )
 
 
@@ -90,12 +91,6 @@ def raw(
     return carrier.set_(storage, byte_offset // itemsize, tuple(shape), tuple(strides))
 
 
-def has_context(device: int) -> bool:
-    """Whether this process has set up a GPU: doing so takes half a gigabyte of its memory."""
-    ask = getattr(torch._C, "_cuda_hasPrimaryContext", None)
-    return ask is None or bool(ask(device))
-
-
 def byte_offset(tensor: torch.Tensor) -> int:
     """Where the tensor's first element lies in its storage."""
     offset: int = tensor.storage_offset()  # type: ignore[assignment]
@@ -104,7 +99,7 @@ def byte_offset(tensor: torch.Tensor) -> int:
 
 def storage_id(tensor: torch.Tensor) -> int:
     """Tells the storage of a tensor from others while it lives; an empty one has no address."""
-    found: int = tensor.untyped_storage()._cdata
+    found: int = private.storage_handle_of(tensor.untyped_storage())
     return found
 
 
@@ -137,7 +132,7 @@ def copy_bits(destination: torch.Tensor, source: torch.Tensor) -> None:
 
 def copy_all(destinations: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
     """Copy each source to its destination, in as few kernels as torch can."""
-    torch._foreach_copy_(destinations, sources)
+    private.copy_each(destinations, sources)
 
 
 def flat_bytes(storage: torch.UntypedStorage, start: int, nbytes: int) -> torch.Tensor:
@@ -173,9 +168,10 @@ def versions_of(tensors: Iterable[torch.Tensor]) -> list[int]:
     """How often each has been written to in place, as autograd counts it; -1 for inference tensors,
     which count nothing."""
     try:
-        return [tensor._version for tensor in tensors]
+        return list(map(private.version_of, tensors))
     except RuntimeError:
-        return [-1 if tensor.is_inference() else tensor._version for tensor in tensors]
+        of = private.version_of
+        return [-1 if tensor.is_inference() else of(tensor) for tensor in tensors]
 
 
 def note_written(tensors: Sequence[torch.Tensor]) -> None:
@@ -230,9 +226,8 @@ def blocks(tensors: Sequence[Any]) -> Iterator[Sequence[Any]]:
 
 def _tensor_guards(tensors: Sequence[torch.Tensor]) -> Any:
     try:
-        guards = torch._C._dynamo.guards.TensorGuards
-        return guards(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None)
-    except (AttributeError, ImportError, TypeError, RuntimeError, SystemError):
+        return private.TensorGuards(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None)
+    except (UnsupportedTorchError, TypeError, RuntimeError, SystemError):
         return None
 
 
@@ -246,7 +241,7 @@ def _guards_tell() -> bool:
         base.view(16),
         base.to("meta"),
         base.double(),
-        torch._neg_view(base),
+        private.negated(base),
         torch.nn.Parameter(base, False),
         torch.zeros(4, 4, requires_grad=True, device="cpu"),
         1,
@@ -274,7 +269,7 @@ def with_flags(tensor: torch.Tensor, flags: int) -> torch.Tensor:
     if flags & m.CONJ:
         tensor = tensor.conj()
     if flags & m.NEG:
-        tensor = torch._neg_view(tensor)
+        tensor = private.negated(tensor)
     grad = bool(flags & m.REQUIRES_GRAD)
     if flags & m.PARAMETER:
         return torch.nn.Parameter(tensor, requires_grad=grad)
@@ -293,7 +288,7 @@ SPARSE = {
 def sparse_parts(tensor: torch.Tensor) -> list[torch.Tensor]:
     """Indices and values of a sparse tensor without gradient, coalesced or not."""
     if tensor.layout is torch.sparse_coo:
-        return [tensor._indices(), tensor._values()]
+        return [private.indices_of(tensor)(), private.values_of(tensor)()]
     if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
         return [tensor.crow_indices(), tensor.col_indices(), tensor.values()]
     return [tensor.ccol_indices(), tensor.row_indices(), tensor.values()]
@@ -335,22 +330,12 @@ def quantized(
 ) -> torch.Tensor:
     dtype: Any = dtype_named(leaf.dtype)
     make: Any = (
-        torch._empty_affine_quantized
-        if "scale" in quantizer
-        else torch._empty_per_channel_affine_quantized
+        private.empty_quantized if "scale" in quantizer else private.empty_quantized_by_channel
     )
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # that quantized tensors are deprecated is not news here
         tensor: torch.Tensor = make(leaf.shape, dtype=dtype, device=storage.device, **quantizer)
     return tensor.set_(storage, byte_offset // dtype.itemsize, leaf.shape, tuple(strides))
-
-
-def device_backends(group: object) -> dict[str, str]:
-    """The name of a process group's backend for each kind of device; empty if it does not tell."""
-    known = getattr(group, "_device_types", None)
-    if known is None:
-        return {}
-    return {device.type: group._get_backend(device).name().lower() for device in known}  # type: ignore[attr-defined]
 
 
 def is_dtensor(leaf: object) -> TypeGuard[DTensor]:
@@ -359,34 +344,39 @@ def is_dtensor(leaf: object) -> TypeGuard[DTensor]:
 
 
 def is_dtensor_type(kind: type) -> bool:
-    dtensor = getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", None)
+    dtensor = if_imported("torch.distributed.tensor.DTensor")
     return dtensor is not None and issubclass(kind, dtensor)
 
 
+def is_sharded(leaf: object) -> TypeGuard[ShardedTensor]:
+    """Whether it is a ShardedTensor, which torch had before DTensors."""
+    return isinstance(leaf, private.sharded_types())
+
+
 def is_distributed_type(kind: type) -> bool:
-    return issubclass(kind, ShardedTensor) or is_dtensor_type(kind)
+    return issubclass(kind, private.sharded_types()) or is_dtensor_type(kind)
 
 
 def is_parameter(tensor: torch.Tensor) -> bool:
     """Whether it is an `nn.Parameter`, also of a subclass; `isinstance` is slow there."""
-    return type(tensor) is torch.nn.Parameter or bool(getattr(tensor, "_is_param", False))
+    return type(tensor) is torch.nn.Parameter or private.is_marked_parameter(tensor)
 
 
 def is_distributed(leaf: object) -> TypeGuard[DTensor | ShardedTensor]:
-    return isinstance(leaf, ShardedTensor) or is_dtensor(leaf)
+    return is_sharded(leaf) or is_dtensor(leaf)
 
 
 def placement_record(placement: _Placement) -> m.Placement:
     from torch.distributed.tensor import placement_types as p
 
-    if isinstance(placement, p._StridedShard):
-        return m.Placement("strided", dim=placement.dim, split=int(placement.split_factor))
     if type(placement) is p.Shard:
         return m.Placement("shard", dim=placement.dim)
     if type(placement) is p.Replicate:
         return m.Placement("replicate")
     if type(placement) is p.Partial:
         return m.Placement("partial", reduce=str(placement.reduce_op))
+    if isinstance(placement, private.StridedShard):
+        return m.Placement("strided", dim=placement.dim, split=int(placement.split_factor))
     raise UnsupportedLeafError(f"DTensor placement {placement}")
 
 
@@ -396,7 +386,8 @@ def _placement(record: m.Placement) -> _Placement:
     if record.kind == "shard":
         return p.Shard(record.dim)
     if record.kind == "strided":
-        return p._StridedShard(record.dim, split_factor=record.split)
+        strided: _Placement = private.StridedShard(record.dim, split_factor=record.split)
+        return strided
     return p.Replicate() if record.kind == "replicate" else p.Partial(record.reduce)
 
 
@@ -406,7 +397,7 @@ def global_rank() -> int | None:
 
 
 def dtensor_parts(tensor: DTensor) -> tuple[torch.Tensor, DTensorSpec]:
-    return tensor._local_tensor, tensor._spec
+    return private.local_tensor_of(tensor), private.spec_of(tensor)
 
 
 def dtensor(
@@ -415,14 +406,13 @@ def dtensor(
     """A DTensor around `local`. Without `mesh` one is described, with no process groups behind it:
     making those is a collective call, which one rank alone cannot do."""
     from torch.distributed.tensor import DTensor
-    from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
     if mesh is None:
         mesh = described_mesh(leaf.mesh, global_rank() or 0)
-    spec = DTensorSpec(
+    spec = private.DTensorSpec(
         mesh,
         tuple(_placement(record) for record in leaf.placements),
-        tensor_meta=TensorMeta(torch.Size(leaf.shape), tuple(leaf.strides), local.dtype),
+        tensor_meta=private.TensorMeta(torch.Size(leaf.shape), tuple(leaf.strides), local.dtype),
     )
     built: torch.Tensor = DTensor(local.detach(), spec, requires_grad=False)  # type: ignore[no-untyped-call]
     return with_flags(built, leaf.flags)
@@ -435,7 +425,7 @@ def dtensor_like(
     With a `shape` of its own it is row-major, and neither a parameter nor needs a gradient."""
     from torch.distributed.tensor import DTensor
 
-    spec = copy(tensor._spec)
+    spec = copy(private.spec_of(tensor))
     assert spec.tensor_meta is not None
     meta = spec.tensor_meta._replace(dtype=local.dtype)
     if shape is not None:
@@ -467,26 +457,26 @@ def sharded_parts(
 
 
 def shard_metadata(box: m.Box, placement: str | None) -> ShardMetadata:
-    return ShardMetadata(list(box.offsets), list(box.sizes), placement)
+    return private.ShardMetadata(list(box.offsets), list(box.sizes), placement)
 
 
 def sharded(locals_: Sequence[torch.Tensor], leaf: m.ShardedLeaf, rank: int) -> ShardedTensor:
     """A ShardedTensor whose local shards sit on this rank, as torch's transport builds it."""
     grad = bool(leaf.flags & m.REQUIRES_GRAD)
     shards = [
-        _Shard(local.requires_grad_(grad), shard_metadata(box, f"rank:{rank}/{local.device}"))
+        private.OldShard(
+            local.requires_grad_(grad), shard_metadata(box, f"rank:{rank}/{local.device}")
+        )
         for local, box in zip(locals_, leaf.boxes, strict=True)
     ]
-    metadata = ShardedTensorMetadata(
+    metadata = private.ShardedTensorMetadata(
         shards_metadata=[shard_metadata(box, box.placement) for box in leaf.all_boxes],
         size=torch.Size(leaf.shape),
-        tensor_properties=TensorProperties(
+        tensor_properties=private.TensorProperties(
             dtype=dtype_named(leaf.dtype),
             requires_grad=grad,
             pin_memory=leaf.pinned,
         ),
     )
-    built: ShardedTensor = ShardedTensor._init_from_local_shards_and_global_metadata(
-        shards, sharded_tensor_metadata=metadata
-    )
+    built: ShardedTensor = private.sharded_of_shards(shards, sharded_tensor_metadata=metadata)
     return built

@@ -6,7 +6,6 @@ without these parts, so that it fits the same module in any wrapper or none.
 
 from __future__ import annotations
 
-import sys
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
@@ -17,6 +16,7 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from torchrelay.record import manifest as m
 from torchrelay.state.paths import Path
+from torchrelay.state.torch_private import compiled_modules
 from torchrelay.state.tree import grafted, subtree
 
 WRAPPERS = {"module": "DistributedDataParallel", "_orig_mod": "torch.compile"}  # by part of a name
@@ -47,7 +47,7 @@ class WrappedState:
 
 def _wrapper_parts(module: torch.nn.Module) -> Iterator[str]:
     """The names of the wrapped modules in a module."""
-    compiled = getattr(sys.modules.get("torch._dynamo.eval_frame"), "OptimizedModule", ())
+    compiled = compiled_modules()
     for name, inner in module.named_modules(remove_duplicate=False):
         if isinstance(inner, compiled):
             yield f"{name}._orig_mod".lstrip(".")

@@ -5,19 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch.distributed import _mesh_layout
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor._dtensor_spec import DTensorSpec, ShardOrderEntry, TensorMeta
-from torch.distributed.tensor.placement_types import (
-    Partial,
-    Placement,
-    Replicate,
-    Shard,
-    _StridedShard,
-)
+from torch.distributed.tensor.placement_types import Partial, Placement, Replicate, Shard
 
+from torchrelay.dropin import torch_private as private
 from torchrelay.dropin._pickles import unpickler as p
 from torchrelay.dropin._torch_records import _DTensorMeta, _TensorMeta
+from torchrelay.state.torch_names import if_imported
 
 _LAYOUT = "torch.distributed._mesh_layout."
 _SPEC = "torch.distributed.tensor._dtensor_spec."
@@ -47,7 +41,7 @@ class DTensors:
         mesh = self.mesh(f["mesh"])
         placements = tuple(_placement(one) for one in p.dims(f["placements"]))
         shape, stride, dtype = p.named(f["tensor_meta"], _SPEC + "TensorMeta").args
-        whole = TensorMeta(
+        whole = private.TensorMeta(
             p.typed(shape, torch.Size), p.counts(stride), p.typed(dtype, torch.dtype)
         )
         dims = len(whole.shape)
@@ -62,11 +56,13 @@ class DTensors:
         if f.get("shard_order") is not None:
             entries = p.dims(f["shard_order"])
             pairs = [p.named(one, _SPEC + "ShardOrderEntry").args for one in entries]
-            order = tuple(ShardOrderEntry(p.count(dim), p.counts(along)) for dim, along in pairs)
+            order = tuple(
+                private.ShardOrderEntry(p.count(dim), p.counts(along)) for dim, along in pairs
+            )
             if any(e.tensor_dim >= dims or max(e.mesh_dims) >= mesh.ndim for e in order):
                 p.refuse("the shard order of a DTensor does not fit it")
             options["shard_order"] = order
-        spec = DTensorSpec(mesh, placements, tensor_meta=whole, **options)
+        spec = private.DTensorSpec(mesh, placements, tensor_meta=whole, **options)
         return _DTensorMeta(local, spec)
 
     def mesh(self, value: Any) -> DeviceMesh:
@@ -112,8 +108,7 @@ def _layout(value: object, ranks: int) -> Any:
         reach += sum((n - 1) * step for n, step in zip(shape, stride, strict=True))
     if reach > ranks or any(n < 1 for shape, _ in axes for n in shape):
         p.refuse("a mesh reaches past its ranks")
-    layout: Any = _mesh_layout._MeshLayout
-    flat: Any = getattr(_mesh_layout, "_FlatLayout", None)
+    layout, flat = private.MeshLayout, if_imported(private.FLAT_LAYOUT)
     if flat is not None:
         return layout([flat(*axis) for axis in axes])
     if "shape" in f:  # of the same torch: as it was, tuples of one number included
@@ -155,7 +150,9 @@ def _placement(value: Any) -> Placement:
     if name == _PLACEMENT + "Shard":
         return Shard(p.count(f["dim"]))
     if name == _PLACEMENT + "_StridedShard":
-        return _StridedShard(p.count(f["dim"]), split_factor=p.count(f["split_factor"]))
+        make: Any = private.StridedShard
+        strided: Placement = make(p.count(f["dim"]), split_factor=p.count(f["split_factor"]))
+        return strided
     if name == _PLACEMENT + "Partial" and f["reduce_op"] in _REDUCE_OPS:
         return Partial(f["reduce_op"])
     p.refuse("a placement of a DTensor is unknown")

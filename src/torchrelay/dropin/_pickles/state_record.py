@@ -17,8 +17,8 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.utils._pytree import tree_flatten_with_path
 
+from torchrelay.dropin import torch_private as private
 from torchrelay.dropin._pickles import distributed
 from torchrelay.dropin._pickles import unpickler as p
 from torchrelay.dropin._torch_records import _ShardedTensorMeta, _StateDictMeta, _TensorMeta
@@ -99,7 +99,7 @@ class _Builder:
         if not all(type(path) is tuple for path in paths):
             p.refuse("its paths are malformed")
         # The tree tells the paths; those of the record could point one leaf at another's place.
-        told, spec = tree_flatten_with_path(tree)
+        told, spec = private.tree_flatten_with_path(tree)
         if [number for _, number in told] != list(range(width)):
             p.refuse("its tree does not rebuild to itself")
         return _StateDictMeta(spec, [path for path, _ in told], [self.leaf(v) for v in leaves])

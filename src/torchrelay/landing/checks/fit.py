@@ -100,7 +100,7 @@ def _fit_array(leaf: m.ArrayLeaf, into: object) -> Iterator[ArrayFit]:
 
 
 def _fit_tensor(leaf: m.Leaf, into: torch.Tensor) -> Iterator[Fit]:
-    if isinstance(into, t.ShardedTensor) and not isinstance(leaf, m.ShardedLeaf):
+    if t.is_sharded(into) and not isinstance(leaf, m.ShardedLeaf):
         _differ("kind", "another kind of tensor", "a ShardedTensor", WHOLE_TO_SHARDED)
     if isinstance(leaf, m.TensorLeaf):
         if into.is_quantized:
@@ -196,7 +196,7 @@ def _show(placements: tuple[m.Placement, ...]) -> str:
 def _fit_sharded(leaf: m.ShardedLeaf, into: torch.Tensor) -> Iterator[Fit]:
     # A DTensor of which this rank has several boxes takes each of them, as a ShardedTensor does.
     parts = local_parts(into) if t.is_distributed(into) else []
-    if not isinstance(into, t.ShardedTensor) and len(parts) < 2:
+    if not t.is_sharded(into) and len(parts) < 2:
         _differ("kind", "a ShardedTensor", _describe(into), SHARDED_TO_WHOLE)
     _same("global shape", leaf.shape, tuple(into.size()))
     _same(

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from torchrelay.state.tensors import has_context
+from torchrelay.state.torch_private import has_context
 
 _mine = threading.local()
 

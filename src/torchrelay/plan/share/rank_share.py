@@ -269,7 +269,7 @@ class RankShare:
             if part.tensor.numel() and source != NONE:
                 number = self._part(source * _WIDE + self._box(part.box, shape))
             locals_.append(m.TensorLeaf(dtype, tuple(part.tensor.shape), None, number))
-        if isinstance(mine, t.ShardedTensor):
+        if t.is_sharded(mine):
             _, boxes, all_boxes, _ = t.sharded_parts(mine)
             return m.ShardedLeaf(tuple(locals_), boxes, all_boxes, shape, dtype)
         local, spec = t.dtensor_parts(mine)

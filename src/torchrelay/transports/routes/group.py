@@ -20,7 +20,7 @@ import torch
 
 from torchrelay.memory import threads, vectors
 from torchrelay.memory.gpu.side import on_side_stream
-from torchrelay.state.tensors import device_backends
+from torchrelay.state.torch_private import device_backends
 from torchrelay.transports.c10d import inside_backend, wait_for
 from torchrelay.transports.routes import route as r
 from torchrelay.transports.routes.outgoing import Outgoing
