@@ -123,7 +123,7 @@ INSTANCES: dict[str, Callable[[], Any]] = {
     dropins.FIELDS["layout_of"]: _mesh,
     dropins.FIELDS["coordinate_of"]: _mesh,
 }
-DECLARED = {library.MARK, library.ASSIGNED}  # by a class, for those that have them
+DECLARED = {library.MARK}  # by a class, for those that have them
 CASES = {
     *library.NAMES.values(),
     *library.FIELDS.values(),
@@ -131,7 +131,6 @@ CASES = {
     *dropins.FIELDS.values(),
     *(f"{of}({name})" for of, names in library.PARAMETERS.items() for name in names),
     library.MARK,
-    library.ASSIGNED,
     library.OPTIONAL,
     library.SLOW_TO_IMPORT,
     dropins.FLAT_LAYOUT,

@@ -23,6 +23,7 @@ from torchrelay.plan.sharded import PlainLayout
 from torchrelay.record import manifest as m
 from torchrelay.state import tensors as t
 from torchrelay.state.backing import missing_memory
+from torchrelay.state.checkpointable import with_boxes
 from torchrelay.state.hints import with_hints
 from torchrelay.state.matching import (
     Comparison,
@@ -54,7 +55,9 @@ class PreparedDestination:
     @gc_paused()
     def __init__(self, into: object) -> None:
         self.into = into
-        self.flat, self.objects = flatten_objects(into)
+        found, self.objects = flatten_objects(into)
+        self.own = found.leaves  # the caller's, where `flat` has stand-ins for some
+        self.flat = with_boxes(found)
         self.layout = PlainLayout(self.flat)
         self.inside_records = inside_records(self.flat.tree)  # the leaves that these are made of
         self._looked_at = time.monotonic()

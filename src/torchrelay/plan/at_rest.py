@@ -20,6 +20,7 @@ from torchrelay.plan.images import stored_dtype
 from torchrelay.record import manifest as m
 from torchrelay.record.schema import Record
 from torchrelay.state import tensors as t
+from torchrelay.state.checkpointable import with_boxes
 from torchrelay.state.leaves import distributed_parts
 from torchrelay.state.objects import flatten_objects
 from torchrelay.state.paths import LeafPaths, Path, dotted, show, slots
@@ -46,7 +47,7 @@ def describe(state: object, change: ChangeLeaves | None = None) -> Described:
     """Take a state apart, after a `change` of its leaves. `UnsupportedLeafError` names the leaf
     that cannot be kept exactly."""
     with gc_paused():
-        flat, _ = flatten_objects(state)
+        flat = with_boxes(flatten_objects(state)[0])
         if change is not None:
             by_leaf = LeafPaths(flat.tree)
             leaves = change(flat.leaves, lambda leaf: show(by_leaf[leaf]))

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import msgspec
 import numpy as np
 import torch
+from msgspec.structs import replace
 
 from torchrelay.errors import UnsupportedLeafError
 from torchrelay.geometry.boxes import Box, Numbers
@@ -24,7 +25,9 @@ from torchrelay.record.kinds import KindTable
 from torchrelay.record.schema import BoxSharding, ImageKind, LeafKind, MeshSharding
 from torchrelay.state import tensors as t
 from torchrelay.state.backing import check_memory
+from torchrelay.state.boxed import BoxedTensor
 from torchrelay.state.dtensor_pieces import pieces_of, placement_records
+from torchrelay.state.leaves import flags_of_sharded
 from torchrelay.state.meshes import mesh_record
 from torchrelay.state.paths import Path, show
 from torchrelay.state.tree import Flat
@@ -36,7 +39,7 @@ PathOf = Callable[[int], Path]
 class ShardedKind(NamedTuple):
     """The common properties of distributed tensors: dtype, shape, strides and flags of the whole,
     its distribution, and the box of it that is here. A DTensor has a mesh, a ShardedTensor `boxes`
-    on all ranks."""
+    on all ranks. `as_plain`: nothing of its distribution is recorded."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -48,6 +51,8 @@ class ShardedKind(NamedTuple):
     coordinate: tuple[int, ...] | None = None
     boxes: tuple[m.Box, ...] = ()
     pinned: bool = False
+    checkpointable: bool = False
+    as_plain: bool = False
 
     @property
     def image(self) -> ImageKind:
@@ -57,14 +62,19 @@ class ShardedKind(NamedTuple):
     def number_in(self, kinds: KindTable) -> int:
         """The number of the kind of its leaves."""
         leaf = LeafKind(self.dtype, self.shape, self.strides, self.flags)
+        if self.as_plain:
+            return kinds.leaves.number(leaf)
         if self.mesh is None:
-            return kinds.distributed(leaf, BoxSharding(self.boxes, self.pinned), None)
+            cut = BoxSharding(self.boxes, self.pinned, self.checkpointable)
+            return kinds.distributed(leaf, cut, None)
         how = MeshSharding(-1, self.placements, self.coordinate)
         return kinds.distributed(leaf, how, self.mesh)
 
     def without_bytes(self, flags: int) -> m.Leaf:
         """The record of a whole tensor that has no elements, or no memory."""
         part = m.TensorLeaf(self.dtype, self.shape, None, -1, 0, flags)
+        if self.as_plain:
+            return replace(part, flags=flags | self.flags)
         if self.mesh is None:
             facts = (self.boxes, self.shape, self.dtype, self.flags, self.pinned)
             return m.ShardedLeaf((part,), (m.Box(*self.box, None),), *facts)
@@ -127,6 +137,8 @@ class ShardedLeaves:
             if self._wholes:
                 for one in locals_:
                     _check_local(one)
+                # What other ranks have of it is for the plan of a save to find out.
+                kind = kind._replace(as_plain=True, boxes=()) if kind.checkpointable else kind
             else:
                 if len(locals_) != 1 or boxes[0] not in all_boxes:
                     return
@@ -243,17 +255,18 @@ def kind_of_dtensor(tensor: Any) -> ShardedKind:
     )
 
 
-def kind_of_sharded(tensor: t.ShardedTensor) -> ShardedKind:
-    """The kind of a whole ShardedTensor."""
+def kind_of_sharded(tensor: t.ShardedTensor | BoxedTensor) -> ShardedKind:
+    """The kind of a whole tensor of which ranks have shards."""
     _, _, all_boxes, properties = t.sharded_parts(tensor)
     shape = tuple(tensor.size())
     return ShardedKind(
         t.NAMES[properties.dtype],
         shape,
         None,
-        m.REQUIRES_GRAD if properties.requires_grad else 0,
+        flags_of_sharded(tensor),
         ((0,) * len(shape), shape),
         None,
         boxes=all_boxes,
         pinned=properties.pin_memory,
+        checkpointable=isinstance(tensor, BoxedTensor),
     )

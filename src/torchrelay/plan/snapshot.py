@@ -25,6 +25,7 @@ from torchrelay.plan.region import Region, Stream
 from torchrelay.plan.state_plan import StatePlan
 from torchrelay.record.encoding import encode
 from torchrelay.record.rows import Marks
+from torchrelay.state.checkpointable import with_boxes
 from torchrelay.state.local_parts import cut
 from torchrelay.state.objects import flatten_objects
 from torchrelay.state.tensors import versions_of
@@ -203,5 +204,5 @@ def capture(
     """
     with gc_paused():
         flat = flatten_objects(state)[0] if objects else flatten(state)
-        found = Description(flat)
+        found = Description(with_boxes(flat))
         return Snapshot(found, StatePlan.build(found, step, receivers, chunk_bytes))

@@ -173,7 +173,8 @@ class Box(_Record, frozen=True):
 
 
 class ShardedLeaf(_Record, tag="S", frozen=True):
-    """One rank's shards of a ShardedTensor, and where all shards are."""
+    """One rank's shards of a ShardedTensor, and where all shards are. Of a `checkpointable` one, a
+    plain tensor that says of itself which boxes it has, only those of this rank are known."""
 
     shards: tuple[TensorLeaf, ...]
     boxes: tuple[Box, ...]
@@ -182,6 +183,7 @@ class ShardedLeaf(_Record, tag="S", frozen=True):
     dtype: str
     flags: Flags = 0
     pinned: bool = False
+    checkpointable: bool = False
 
 
 class SubclassLeaf(_Record, tag="x", frozen=True):

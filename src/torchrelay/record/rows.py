@@ -120,7 +120,7 @@ def distributed_leaf(
     if isinstance(how, BoxSharding):
         own = (one for one in how.boxes if (one.offsets, one.sizes) == box)
         mine = next(own, m.Box(*box, None))
-        facts = (kind.shape, kind.dtype, kind.flags, how.pinned)
+        facts = (kind.shape, kind.dtype, kind.flags, how.pinned, how.checkpointable)
         return m.ShardedLeaf((part,), (mine,), how.boxes, *facts)
     return m.DTensorLeaf(
         part,

@@ -84,10 +84,12 @@ class MeshSharding(_RowRecord, tag="m", frozen=True):
 
 
 class BoxSharding(_RowRecord, tag="b", frozen=True):
-    """How a ShardedTensor is distributed: its boxes on all ranks."""
+    """How a ShardedTensor is distributed: its boxes on all ranks, or those of a `checkpointable`
+    tensor on the live rank that describes it."""
 
     boxes: tuple[Box, ...]
     pinned: bool = False
+    checkpointable: bool = False
 
 
 Sharding = MeshSharding | BoxSharding

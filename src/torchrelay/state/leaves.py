@@ -22,6 +22,8 @@ from torchrelay.record.manifest import parts
 from torchrelay.record.typed import MissingZoneError, PartError, decode_typed, encode_typed
 from torchrelay.record.values import Typed, decode_value, encode_value
 from torchrelay.state import tensors as t
+from torchrelay.state.boxed import BoxedTensor
+from torchrelay.state.checkpointable import checkpointable
 from torchrelay.state.dtensor_pieces import placement_records
 from torchrelay.state.hints import UNINITIALIZED
 from torchrelay.state.meshes import mesh_record
@@ -118,10 +120,10 @@ def _tensor(leaf: torch.Tensor, path: Path, add: Add) -> m.Leaf:
     )
 
 
-def _plain_part(tensor: torch.Tensor, what: str, add: Add) -> m.TensorLeaf:
+def _plain_part(tensor: torch.Tensor, what: str, add: Add, apart: bool = False) -> m.TensorLeaf:
     if not t.is_plain(tensor):
         raise UnsupportedLeafError(f"{what} is not a plain strided tensor")
-    return _ticket(add(tensor.detach()))
+    return _ticket(add(tensor.detach(), apart=apart))
 
 
 def _flags_of_whole(leaf: torch.Tensor) -> int:
@@ -143,17 +145,27 @@ def dtensor_leaf(tensor: t.DTensor, local: m.TensorLeaf, flags: int = 0) -> m.DT
     )
 
 
-def _sharded(leaf: t.ShardedTensor, add: Add) -> m.ShardedLeaf:
+def _sharded(leaf: t.ShardedTensor | BoxedTensor, add: Add) -> m.ShardedLeaf:
     locals_, boxes, all_boxes, properties = t.sharded_parts(leaf)
+    # Boxes side by side in one tensor reach into each other's memory, and share no element.
+    apart = isinstance(leaf, BoxedTensor) and len(locals_) > 1
     return m.ShardedLeaf(
-        tuple([_plain_part(local, "a shard", add) for local in locals_]),
+        tuple([_plain_part(local, "a shard", add, apart) for local in locals_]),
         boxes,
         all_boxes,
         tuple(leaf.size()),
         t.NAMES[properties.dtype],
-        m.REQUIRES_GRAD if properties.requires_grad else 0,
+        flags_of_sharded(leaf),
         properties.pin_memory,
+        isinstance(leaf, BoxedTensor),
     )
+
+
+def flags_of_sharded(leaf: t.ShardedTensor | BoxedTensor) -> int:
+    """The flags of the whole tensor that a leaf has shards of."""
+    if isinstance(leaf, BoxedTensor) and leaf.own is not None:
+        return _flags_of_whole(leaf.own)
+    return m.REQUIRES_GRAD if t.sharded_parts(leaf)[3].requires_grad else 0
 
 
 def _sparse(leaf: torch.Tensor, add: Add) -> m.SparseLeaf:
@@ -259,7 +271,10 @@ def build(leaf: m.Leaf, part: Part, rank: int) -> object:
     if isinstance(leaf, m.DTensorLeaf):
         return t.dtensor(part(leaf.local), leaf)
     if isinstance(leaf, m.ShardedLeaf):
-        return t.sharded([part(shard) for shard in leaf.shards], leaf, rank)
+        locals_ = [part(shard) for shard in leaf.shards]
+        if leaf.checkpointable:
+            return checkpointable(locals_, leaf.boxes, leaf)
+        return t.sharded(locals_, leaf, rank)
     if isinstance(leaf, m.SparseLeaf):
         coalesced = bool(leaf.flags & m.COALESCED)
         sparse = t.sparse(leaf.layout, [*map(part, leaf.parts)], leaf.shape, coalesced)

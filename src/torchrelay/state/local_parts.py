@@ -1,19 +1,19 @@
-"""Which boxes of a tensor this process has, and where; and destinations for some boxes."""
+"""Which boxes of a tensor this process has, and where."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
 
 from torchrelay.errors import UnsupportedLeafError
-from torchrelay.geometry.boxes import Box, without
+from torchrelay.geometry.boxes import Box
 from torchrelay.geometry.shards import ShardPiece, size_of
 from torchrelay.record import manifest as m
 from torchrelay.state import tensors as t
+from torchrelay.state.boxed import BoxedTensor
 from torchrelay.state.dtensor_pieces import pieces_of
-from torchrelay.state.torch_private import sharded_without_group
 
 
 class LocalPart(NamedTuple):
@@ -81,12 +81,16 @@ def local_parts(
 
 
 def tie_of(tensor: torch.Tensor) -> object:
-    """A value that two DTensors share if they have the same values in the same memory; None for
-    tensors that are never tied.
+    """A value that two DTensors, or two boxed ones, share if they have the same values in the same
+    memory; None for tensors that are never tied.
 
     A module gives a tied parameter as several DTensors. Where this rank has no elements of it, the
     storage tells that they are one: all ranks must find the same ties.
     """
+    if isinstance(tensor, BoxedTensor) and tensor.own is not None:
+        places = [(one.data_ptr(), one.stride()) for one in tensor.locals_]
+        facts = tensor.own.device, tensor.dtype, t.flags_of(tensor.own) & (m.CONJ | m.NEG)
+        return (facts, tuple(tensor.shape), tensor.boxes, tuple(places)) if places else None
     if not t.is_dtensor(tensor):
         return None
     local, spec = t.dtensor_parts(tensor)
@@ -101,19 +105,3 @@ def cut(tensor: torch.Tensor, offsets: tuple[int, ...], sizes: tuple[int, ...]) 
         for dim, (offset, size) in enumerate(zip(offsets, sizes, strict=True)):
             tensor = tensor.narrow(dim, offset, size)
     return tensor
-
-
-def boxes_of_whole(
-    parts: Sequence[tuple[Box, torch.Tensor]], shape: Sequence[int]
-) -> t.ShardedTensor:
-    """A destination for some boxes of a tensor of this shape, by the memory that takes each."""
-    boxes = [box for box, _ in parts]
-    here, there = (
-        [t.shard_metadata(m.Box(*box, None), owner) for box in some]
-        for some, owner in (
-            (boxes, "rank:0/cpu"),
-            (without(((0,) * len(shape), tuple(shape)), boxes), "rank:1/cpu"),
-        )
-    )
-    shards = [(memory, box) for (_, memory), box in zip(parts, here, strict=True)]
-    return sharded_without_group(shards, there, shape)

@@ -20,6 +20,7 @@ from torchrelay.geometry.strides import contiguous_strides
 from torchrelay.record import manifest as m
 from torchrelay.record.dtypes import ITEM_SIZES
 from torchrelay.state import torch_private as private
+from torchrelay.state.boxed import BoxedTensor, Properties
 from torchrelay.state.meshes import described_mesh
 from torchrelay.state.torch_names import if_imported
 
@@ -348,13 +349,15 @@ def is_dtensor_type(kind: type) -> bool:
     return dtensor is not None and issubclass(kind, dtensor)
 
 
-def is_sharded(leaf: object) -> TypeGuard[ShardedTensor]:
-    """Whether it is a ShardedTensor, which torch had before DTensors."""
-    return isinstance(leaf, private.sharded_types())
+def is_sharded(leaf: object) -> TypeGuard[ShardedTensor | BoxedTensor]:
+    """Whether its parts here are boxes that it names one by one, as those of a ShardedTensor are,
+    which torch had before DTensors."""
+    return isinstance(leaf, (*private.sharded_types(), BoxedTensor))
 
 
 def is_distributed_type(kind: type) -> bool:
-    return issubclass(kind, private.sharded_types()) or is_dtensor_type(kind)
+    kinds = (*private.sharded_types(), BoxedTensor)
+    return issubclass(kind, kinds) or is_dtensor_type(kind)
 
 
 def is_parameter(tensor: torch.Tensor) -> bool:
@@ -362,7 +365,7 @@ def is_parameter(tensor: torch.Tensor) -> bool:
     return type(tensor) is torch.nn.Parameter or private.is_marked_parameter(tensor)
 
 
-def is_distributed(leaf: object) -> TypeGuard[DTensor | ShardedTensor]:
+def is_distributed(leaf: object) -> TypeGuard[DTensor | ShardedTensor | BoxedTensor]:
     return is_sharded(leaf) or is_dtensor(leaf)
 
 
@@ -441,9 +444,11 @@ def _box(shard: ShardMetadata) -> m.Box:
 
 
 def sharded_parts(
-    tensor: ShardedTensor,
-) -> tuple[list[torch.Tensor], tuple[m.Box, ...], tuple[m.Box, ...], TensorProperties]:
+    tensor: ShardedTensor | BoxedTensor,
+) -> tuple[list[torch.Tensor], tuple[m.Box, ...], tuple[m.Box, ...], TensorProperties | Properties]:
     """Local tensors and their boxes, all boxes, and the tensor's properties."""
+    if isinstance(tensor, BoxedTensor):
+        return tensor.locals_, tensor.boxes, tensor.all_boxes, tensor.properties
     shards = tensor.local_shards()
     meta = tensor.metadata()
     if meta.tensor_properties.memory_format is not torch.contiguous_format:

@@ -8,8 +8,6 @@ a case for each, which fails with the name that a release of torch has moved.
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
-from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -33,17 +31,14 @@ _TENSOR = "torch.Tensor."
 
 NAMES = {
     # Shards as torch had them before DTensors.
-    "EnumerableShardingSpec": _SHARD + "sharding_spec.api.EnumerableShardingSpec",
     "OldShard": _SHARDED + "shard.Shard",
     "ShardMetadata": _SHARD + "metadata.ShardMetadata",
     "ShardedTensor": _SHARDED + "api.ShardedTensor",
-    "ShardedTensorBase": _SHARDED + "api.ShardedTensorBase",
     "ShardedTensorMetadata": _SHARDED + "metadata.ShardedTensorMetadata",
     "TensorProperties": _SHARDED + "metadata.TensorProperties",
     "sharded_of_shards": (
         _SHARDED + "api.ShardedTensor._init_from_local_shards_and_global_metadata"
     ),
-    "no_torch_function": "torch._C._disabled_torch_function_impl",
     # DTensors.
     "DTensorSpec": _SPEC + "DTensorSpec",
     "TensorMeta": _SPEC + "TensorMeta",
@@ -72,7 +67,6 @@ FIELDS = {
 }
 PARAMETERS = {"torch.distributed.device_mesh.DeviceMesh": ("_init_backend", "_rank")}
 MARK = _TENSOR + "_is_param"  # of parameters of a subclass; torch only declares it
-ASSIGNED = _SHARDED + "api.ShardedTensor._local_shards"
 OPTIONAL = "torch._C._cuda_hasPrimaryContext"  # a build without CUDA has no contexts of it
 SLOW_TO_IMPORT = "torch._dynamo"  # torch's optimizers import it when one is made
 
@@ -118,24 +112,3 @@ def mesh_without_groups(
 ) -> DeviceMesh:
     """A mesh as one rank sees it, with no process groups behind it."""
     return DeviceMesh(device_type, ranks, mesh_dim_names=names, _init_backend=False, _rank=rank)
-
-
-def sharded_without_group(
-    here: Sequence[tuple[torch.Tensor, ShardMetadata]],
-    elsewhere: Sequence[ShardMetadata],
-    shape: Sequence[int],
-) -> ShardedTensor:
-    """A ShardedTensor of some shards, without a process group: no process has the others."""
-    spec = _own.EnumerableShardingSpec([*(shard for _, shard in here), *elsewhere])
-    how: dict[str, Any] = {"layout": torch.strided, "pin_memory": False, "requires_grad": False}
-    kind, dtype = _without_group(), here[0][0].dtype
-    built: Any = _own.ShardedTensorBase.__new__(kind, spec, *shape, dtype=dtype, **how)
-    built._local_shards = [_own.OldShard(tensor.detach(), shard) for tensor, shard in here]
-    return built  # type: ignore[no-any-return]
-
-
-@cache
-def _without_group() -> type:
-    # Torch's own asks its group even for its size.
-    fields = {"__torch_function__": _own.no_torch_function}
-    return type("BoxesOfWhole", (_own.ShardedTensor,), fields)

@@ -15,6 +15,7 @@ from torchrelay.record.dtypes import dtype_from_text
 from torchrelay.record.values import decode_value
 from torchrelay.state import tensors as t
 from torchrelay.state.backing import missing_memory
+from torchrelay.state.boxed import BoxedTensor
 from torchrelay.state.dtensor_pieces import placement_records
 from torchrelay.state.hints import (
     CUT_OTHERWISE,
@@ -101,7 +102,7 @@ def _fit_array(leaf: m.ArrayLeaf, into: object) -> Iterator[ArrayFit]:
 
 def _fit_tensor(leaf: m.Leaf, into: torch.Tensor) -> Iterator[Fit]:
     if t.is_sharded(into) and not isinstance(leaf, m.ShardedLeaf):
-        _differ("kind", "another kind of tensor", "a ShardedTensor", WHOLE_TO_SHARDED)
+        _differ("kind", "another kind of tensor", _describe(into), WHOLE_TO_SHARDED)
     if isinstance(leaf, m.TensorLeaf):
         if into.is_quantized:
             _differ("kind", "a strided tensor", "a quantized tensor")
@@ -132,6 +133,10 @@ def _fit_tensor(leaf: m.Leaf, into: torch.Tensor) -> Iterator[Fit]:
 
 
 def _describe(tensor: torch.Tensor) -> str:
+    if isinstance(tensor, BoxedTensor):
+        return "a CheckpointableTensor"
+    if t.is_sharded(tensor):
+        return "a ShardedTensor"
     return f"{type(tensor).__name__} ({str(tensor.layout).removeprefix('torch.')})"
 
 
@@ -197,7 +202,8 @@ def _fit_sharded(leaf: m.ShardedLeaf, into: torch.Tensor) -> Iterator[Fit]:
     # A DTensor of which this rank has several boxes takes each of them, as a ShardedTensor does.
     parts = local_parts(into) if t.is_distributed(into) else []
     if not t.is_sharded(into) and len(parts) < 2:
-        _differ("kind", "a ShardedTensor", _describe(into), SHARDED_TO_WHOLE)
+        kind = "a CheckpointableTensor" if leaf.checkpointable else "a ShardedTensor"
+        _differ("kind", kind, _describe(into), SHARDED_TO_WHOLE)
     _same("global shape", leaf.shape, tuple(into.size()))
     _same(
         "local shards",

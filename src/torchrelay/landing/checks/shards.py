@@ -33,13 +33,16 @@ def check_shards(leaf: m.Leaf, shards: Shards) -> None:
             problem = _of_boxes(part, rank, shards)
         if problem:
             raise MismatchError(
-                f"the sender's shard of a {_NAMES[type(part)]}, {problem}: receive `into=` a model "
+                f"the sender's shard of a {_name(part)}, {problem}: receive `into=` a model "
                 "or a state of this rank, from the rank that has its place in the mesh; "
                 'shards="as_sent" takes the part of the sender as it is'
             )
 
 
-_NAMES: dict[type, str] = {m.DTensorLeaf: "DTensor", m.ShardedLeaf: "ShardedTensor"}
+def _name(leaf: m.DTensorLeaf | m.ShardedLeaf) -> str:
+    if isinstance(leaf, m.DTensorLeaf):
+        return "DTensor"
+    return "CheckpointableTensor" if leaf.checkpointable else "ShardedTensor"
 
 
 def _of_mesh(leaf: m.DTensorLeaf, rank: int | None, shards: Shards) -> str:
@@ -61,6 +64,8 @@ def _of_boxes(leaf: m.ShardedLeaf, rank: int | None, shards: Shards) -> str:
         return ""
     if shards == "replica":
         return ""  # it says itself which rows it has, as torch passes it from rank to rank
+    if leaf.checkpointable:
+        return "which does not say whose it is"
     owners = {_rank_of(box) for box in leaf.all_boxes}
     if rank not in owners:
         return "and this rank has none of it"

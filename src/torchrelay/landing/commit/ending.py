@@ -210,7 +210,7 @@ class StateLanding(Landing):
             )
             for pair in fitting.late
         ]
-        leaves = self._into.flat.leaves
+        leaves = self._into.own
         inside = {index: leaves[here] for index, _, here in self._inside}
         for index, path, _ in self._remade():
             inside[index] = make_leaf(rows[index], path, held, rank)
@@ -333,7 +333,7 @@ class StateLanding(Landing):
     def _around(self, inside: Mapping[int, object]) -> object:
         """With `make_missing`: a new tree of the offered containers, around the caller's tensors
         and objects and the leaves that were made."""
-        known, leaves = [*self._made], self._into.flat.leaves
+        known, leaves = [*self._made], self._into.own
         pairs = self._pairing.matched.pairs
         for index, _, here in reversed(pairs):
             known[index] = leaves[here]

@@ -192,7 +192,7 @@ class _Renewal:
     def __init__(
         self, into: PreparedDestination, new: Mapping[int, object], touched: Collection[int]
     ) -> None:
-        self._leaves, self._new, self._touched = into.flat.leaves, new, touched
+        self._leaves, self._new, self._touched = into.own, new, touched
         self._objects, tree = into.objects, into.flat.tree
         self._changes: list[tuple[Any, Any, object]] = []
         self._inside: dict[Path, list[tuple[Any, Any, object]]] = {}  # of modules

@@ -15,7 +15,9 @@ import torch
 import xxhash
 
 from torchrelay.errors import CheckpointError
+from torchrelay.record.manifest import Shape
 from torchrelay.state import tensors as t
+from torchrelay.state.boxed import BoxedTensor
 from torchrelay.state.dtensor_pieces import placement_records
 from torchrelay.state.local_parts import LocalBoxes, local_parts
 from torchrelay.state.meshes import mesh_record
@@ -61,6 +63,10 @@ class Holder:
             if (found := self._dtensors.get(spec)) is None:
                 found = self._dtensors[spec] = self._dtensor(name, tensor, local, spec)
             return found._replace(name=name)
+        if isinstance(tensor, BoxedTensor):
+            # All ranks may have these boxes, as they may have a plain tensor.
+            fact = _digest([_layout_of_whole(tensor), *boxes_of(tensor, self._source)])
+            return HeldTensor(name, fact, tensor.nbytes, self._rank, self._world, b"")
         locals_, _, all_boxes, _ = t.sharded_parts(tensor)  # type: ignore[arg-type]
         boxes = [(box.offsets, box.sizes) for box in all_boxes]
         fact = _digest((t.NAMES[tensor.dtype], tuple(tensor.size()), boxes))
@@ -118,13 +124,24 @@ def _layout(tensor: torch.Tensor) -> bytes:
 def row_of(one: HeldTensor, tensor: torch.Tensor, source: Source) -> Row:
     """The report to the coordinator of a tensor that ranks have differently."""
     if not one.mesh:
-        dtype, shape = t.NAMES[tensor.dtype], tuple(tensor.shape)
-        return Row(one.name, one.fact, dtype=dtype, shape=shape)
+        dtype, shape = _layout_of_whole(tensor)
+        boxes = tuple(boxes_of(tensor, source)) if isinstance(tensor, BoxedTensor) else None
+        return Row(one.name, one.fact, dtype=dtype, shape=shape, boxes=boxes)
     parts = [part for part in local_parts(tensor, source=source) if part.tensor.numel()]
-    boxes = _digest([part.box for part in parts])
+    where = _digest([part.box for part in parts])
     values = _digest(facts_of([part.tensor for part in parts]))
-    part = (boxes, values) if parts else (b"", b"")
-    return Row(one.name, one.fact, one.mesh, part)
+    return Row(one.name, one.fact, one.mesh, (where, values) if parts else (b"", b""))
+
+
+def _layout_of_whole(tensor: torch.Tensor) -> tuple[str, tuple[int, ...]]:
+    return t.NAMES[tensor.dtype], tuple(tensor.shape)
+
+
+def boxes_of(tensor: BoxedTensor, source: Source) -> list[tuple[Shape, Shape, bytes]]:
+    """The boxes that this rank has of a tensor, each with a digest of its values."""
+    parts = local_parts(tensor, source=source)
+    facts = facts_of([part.tensor.contiguous() for part in parts])
+    return [(*part.box, _digest(fact)) for part, fact in zip(parts, facts, strict=True)]
 
 
 def _digest(value: object) -> bytes:

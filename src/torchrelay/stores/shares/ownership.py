@@ -21,7 +21,7 @@ import xxhash
 from torchrelay.errors import CheckpointError
 from torchrelay.geometry import DIGEST_BYTES
 from torchrelay.geometry.boxes import Numbers
-from torchrelay.record.manifest import DTensorLeaf, Leaf, ShardedLeaf
+from torchrelay.record.manifest import DTensorLeaf, Leaf, Shape, ShardedLeaf
 from torchrelay.record.rows import LeafRows
 from torchrelay.record.schema import LeafKind, MeshSharding, Record
 
@@ -52,7 +52,7 @@ class HeldTensor(NamedTuple):
 class Row(msgspec.Struct, array_like=True, frozen=True, gc=False):
     """A `HeldTensor` as it is reported to the coordinator. Of a distributed one, `part` identifies
     the elements that this rank has: which they are, and their values. A plain one has its dtype and
-    shape."""
+    shape, and so has one that names its `boxes`, each with a digest of its values."""
 
     name: str
     fact: bytes
@@ -60,6 +60,7 @@ class Row(msgspec.Struct, array_like=True, frozen=True, gc=False):
     part: tuple[bytes, bytes] = (b"", b"")
     dtype: str = ""
     shape: tuple[int, ...] = ()
+    boxes: tuple[tuple[Shape, Shape, bytes], ...] | None = None
 
 
 class Statement(msgspec.Struct, array_like=True, frozen=True):
@@ -88,11 +89,12 @@ class Details(msgspec.Struct, array_like=True, frozen=True):
 
 class Ruling(msgspec.Struct, array_like=True, frozen=True, tag="ruling"):
     """The exceptions of a rank from the rule. In these buckets it writes what it has, by these
-    names, but for what is left to another rank."""
+    names, but for what is left to another rank: all of a tensor, or some of its boxes here."""
 
     buckets: _Buckets = ()
     renamed: dict[str, str] = {}
     left: tuple[str, ...] = ()
+    left_boxes: dict[str, tuple[int, ...]] = {}
 
 
 def _number(name: str) -> int:
@@ -217,8 +219,13 @@ def rulings(
             taken.add(row.name)
     renamed: list[dict[str, str]] = [{} for _ in details]
     left: list[list[str]] = [[] for _ in details]
+    boxes: list[dict[str, tuple[int, ...]]] = [{} for _ in details]
     for name, several in holders.items():
         first = several[0][1]
+        if any(row.boxes is not None for _, row in several):
+            for rank, numbers in _boxes_of_others(name, several).items():
+                boxes[rank][name] = tuple(numbers)
+            continue
         same = [(rank, row) for rank, row in several if row.fact == first.fact]
         if first.mesh:
             _check_distributed(name, several)
@@ -239,8 +246,41 @@ def rulings(
             if rank != writer:
                 left[rank].append(name)
     return [
-        Ruling(tuple(asked), new, tuple(others)) for new, others in zip(renamed, left, strict=True)
+        Ruling(tuple(asked), new, tuple(others), some)
+        for new, others, some in zip(renamed, left, boxes, strict=True)
     ]
+
+
+def _boxes_of_others(name: str, several: Sequence[tuple[int, Row]]) -> dict[int, list[int]]:
+    """The boxes of a tensor that several ranks have, as the numbers that each rank has of those
+    that another one writes. Whether the boxes cover the tensor is seen when they are joined."""
+    first = several[0][1]
+    holders: defaultdict[tuple[Shape, Shape], list[tuple[int, int, bytes]]] = defaultdict(list)
+    for rank, row in several:
+        if row.boxes is None:
+            why = "some ranks have boxes of it, and others a tensor that names none"
+            raise CheckpointError(why, rank=rank, phase="plan", path=name)
+        if (row.dtype, row.shape) != (first.dtype, first.shape):
+            why = (
+                f"it is {row.dtype} of shape {row.shape} as a whole on this rank, and {first.dtype}"
+                f" of shape {first.shape} on another"
+            )
+            raise CheckpointError(why, rank=rank, phase="plan", path=name)
+        for number, (offsets, sizes, value) in enumerate(row.boxes):
+            holders[offsets, sizes].append((rank, number, value))
+    left: defaultdict[int, list[int]] = defaultdict(list)
+    for place, (box, same) in enumerate(holders.items()):
+        writer = (_number(name) // BUCKETS + place) % len(same)
+        for at, (rank, number, value) in enumerate(same):
+            if value != same[0][2]:
+                why = (
+                    f"ranks have other values in the same box of it, {box[1]} at {box[0]}: give "
+                    "tensors that differ different names"
+                )
+                raise CheckpointError(why, rank=rank, phase="plan", path=name)
+            if at != writer:
+                left[rank].append(number)
+    return left
 
 
 def _check_distributed(name: str, several: Sequence[tuple[int, Row]]) -> None:

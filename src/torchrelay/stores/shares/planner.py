@@ -28,6 +28,7 @@ from torchrelay.record.encoding import decode, encode
 from torchrelay.record.manifest import ValueLeaf
 from torchrelay.record.rows import LeafRows
 from torchrelay.record.schema import Record
+from torchrelay.state.boxed import BoxedTensor
 from torchrelay.state.local_parts import LocalBoxes, local_parts
 from torchrelay.state.paths import empty_tensors, naming
 from torchrelay.stores.shares import ownership
@@ -128,7 +129,7 @@ class SavePlan:
         state = self._state if planner.prepare is None else planner.prepare(self._state)
         change = None if self._stand_ins is None else self._stand_ins.replace
         self._described: Described = describe(state, change)
-        self._signature = _signature(self._described.record)
+        self._signature = _signature(self._described)
         tensors = list(zip(self._described.names, self._described.tensors, strict=True))
         if planner.world == 1:
             boxes = LocalBoxes()
@@ -199,8 +200,9 @@ class SavePlan:
                 entries.append(Entry(called, dtype, shape, origin, shape, top))
                 parts.append((image, 0))
                 continue
+            others = ruling.left_boxes.get(name, ())
             for number, part in enumerate(local_parts(tensor, boxes)):
-                if part.tensor.numel():
+                if part.tensor.numel() and number not in others:
                     entries.append(Entry(called, dtype, shape, *part.box, top))
                     parts.append((image, number))
         # Tensors without elements are in the headers of the first rank's files, and nowhere else.
@@ -284,10 +286,13 @@ def _check_whole(name: str, tensor: torch.Tensor, boxes: LocalBoxes) -> None:
         )
 
 
-def _signature(record: Record) -> bytes:
+def _signature(described: Described) -> bytes:
     """A digest of what a plan depends on: names, dtypes, shapes and how tensors are distributed.
     Plain values may be others at each save."""
+    record = described.record
     (outline,) = record.outlines
     others = tuple(leaf for leaf in outline.others if not isinstance(leaf, ValueLeaf))
     bare = msgspec.structs.replace(outline, others=others)
-    return xxhash.xxh3_128_digest(encode(msgspec.structs.replace(record, outlines=(bare,))))
+    boxes = [one.boxes for one in described.tensors if isinstance(one, BoxedTensor)]
+    plan = encode(msgspec.structs.replace(record, outlines=(bare,)))
+    return xxhash.xxh3_128_digest(plan + (_encode(boxes) if boxes else b""))

@@ -18,7 +18,9 @@ from torchrelay.memory.writable import READ_ONLY, ReadOnlyMemory
 from torchrelay.plan.share.rank_share import PARTIAL
 from torchrelay.state import tensors as t
 from torchrelay.state.backing import missing_memory
-from torchrelay.state.local_parts import LocalPart, boxes_of_whole, cut, local_parts
+from torchrelay.state.boxed import BoxedTensor
+from torchrelay.state.checkpointable import with_boxes
+from torchrelay.state.local_parts import LocalPart, cut, local_parts
 from torchrelay.state.objects import InPlaceObject, OfferedTensor, OwnWrite, flatten_objects
 from torchrelay.state.paths import dotted
 from torchrelay.state.tree import slots
@@ -158,7 +160,7 @@ class _MappedTensors:
                 parts.append((box, memory))
         if len(parts) == 1 and parts[0][0][1] == source.shape:
             return parts[0][1]
-        return boxes_of_whole(parts, source.shape)
+        return BoxedTensor.of_parts(parts, source.shape)
 
 
 class MappedDestination(InPlaceObject):
@@ -187,7 +189,7 @@ class MappedDestination(InPlaceObject):
 
     def state_dict(self) -> dict[str, torch.Tensor]:
         """The tensors to be written, by the publisher's names."""
-        flat, _ = flatten_objects(self.into)
+        flat = with_boxes(flatten_objects(self.into)[0])
         self._mapped = found = _MappedTensors()
         for path, leaf in slots(flat.tree):
             found.add(dotted(path), flat.leaves[leaf], self.mapping, self._shard_of)
