@@ -119,11 +119,30 @@ SAVED = [4, 6, 10, 20, 25]
 
 @pytest.mark.parametrize(
     "case",
-    [Case(), Case(accumulate=1, dropout=0.0, validate=False), Case(workers=2, shuffle=False)],
+    [Case(), Case(accumulate=1, dropout=0.0, validate=False), Case(workers=2)],
     ids=["plain", "bare", "workers"],
 )
 def test_a_run_continues_exactly(tmp_path: Path, case: Case) -> None:
-    check(tmp_path, case, SAVED[3:] if case.workers else SAVED)
+    check(tmp_path, case, SAVED[::2] if case.workers else SAVED)
+
+
+@pytest.mark.parametrize("before", [False, True])
+def test_the_first_epoch_has_the_order_of_its_seed(tmp_path: Path, before: bool) -> None:
+    """Accelerate asks a new loader for its state, which starts workers that read with another
+    sampler."""
+    config = accelerate.DataLoaderConfiguration(
+        use_stateful_dataloader=True, use_seedable_sampler=True
+    )
+    accelerator = accelerate.Accelerator(cpu=True, dataloader_config=config)
+    points = torch.arange(40.0).reshape(-1, 2)
+    plain = torch.utils.data.DataLoader(points, batch_size=2, shuffle=True, num_workers=2)
+    loader = None if before else accelerator.prepare(plain)
+    relay = use_torchrelay(accelerator, tmp_path, timeout=60)
+    loader = accelerator.prepare(plain) if before else loader
+    read = [points for batch in loader for points in batch[:, 0].tolist()]
+    order = torch.Generator().manual_seed(loader.get_sampler().initial_seed)
+    assert read == points[torch.randperm(20, generator=order), 0].tolist()
+    relay.checkpointer.close()
 
 
 @pytest.mark.slow

@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import re
 import time
+from functools import wraps
 from typing import Any, Literal
 
 from torchrelay.checkpointer.front import Checkpointer
@@ -17,6 +18,7 @@ from torchrelay.checkpointer.keep import Keep
 from torchrelay.errors import UsageError
 from torchrelay.integrations.accelerate_counters import Counters
 from torchrelay.integrations.extras import extra
+from torchrelay.integrations.loader_iterators import begin_with_its_sampler
 from torchrelay.integrations.random_state import RandomState, set_at_first_forward
 from torchrelay.integrations.resume import newest_step
 
@@ -42,6 +44,9 @@ def use_torchrelay(
     differ; and between two updates the gradients that are accumulated. The two methods are
     replaced, instead of hooks being added, because accelerate has written its own optimizer files,
     and the models of FSDP, by the time that hooks run.
+
+    `prepare_data_loader` is replaced, too. Accelerate's begins the first epoch of a stateful loader
+    with workers before it has the sampler that can be seeded, so nothing gives its order again.
     """
     if accelerator.distributed_type in (DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM):
         raise UsageError(
@@ -50,6 +55,15 @@ def use_torchrelay(
         )
     states = RelayStates(accelerator, Checkpointer(root, keep=keep, **options), on_error)
     accelerator.save_state, accelerator.load_state = states.save, states.load
+    prepare = accelerator.prepare_data_loader
+
+    @wraps(prepare)
+    def prepare_data_loader(*args: Any, **kwargs: Any) -> Any:
+        return _with_its_sampler(prepare(*args, **kwargs))
+
+    accelerator.prepare_data_loader = prepare_data_loader
+    for loader in accelerator._dataloaders:
+        _with_its_sampler(loader)
     return states
 
 
@@ -121,6 +135,12 @@ class RelayStates:
             "random": RandomState(),
         }
         return state if accelerator.scaler is None else {**state, "scaler": accelerator.scaler}
+
+
+def _with_its_sampler(loader: Any) -> Any:
+    if getattr(loader, "use_stateful_dataloader", False):
+        begin_with_its_sampler(loader.base_dataloader)
+    return loader
 
 
 def _inner(wrapper: Any, name: str) -> Any:

@@ -65,7 +65,7 @@ class Counters:
         for loader, (iteration, seed) in saved:
             loader.iteration = iteration
             if getattr(loader, "use_stateful_dataloader", False):
-                continue_without_drawing(loader.base_dataloader)
+                continue_without_drawing(loader.base_dataloader, _sampler(loader))
             if seed is not None and hasattr(sampler := _sampler(loader), "initial_seed"):
                 sampler.initial_seed = seed
         gradients: Gradients = state.get("gradients", [])
