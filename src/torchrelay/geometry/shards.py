@@ -21,7 +21,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import product
 from math import prod
-from typing import NamedTuple
+from typing import NamedTuple, NoReturn
 
 from torchrelay.errors import UnsupportedLeafError
 from torchrelay.geometry.boxes import Box
@@ -61,11 +61,15 @@ def pieces_on_mesh(shape: Sequence[int], cuts: Sequence[MeshCut]) -> list[ShardP
     order, is_order = in_order_of_splits(cuts)
     found = pieces_at(shape, order)
     if not is_order and found != pieces_at(shape, cuts):
-        raise UnsupportedLeafError(
-            "its placements do not say in which order the mesh dimensions cut it: redistribute it "
-            "to placements without strided shards first"
-        )
+        refuse_two_readings()
     return found
+
+
+def refuse_two_readings() -> NoReturn:
+    raise UnsupportedLeafError(
+        "its placements do not say in which order the mesh dimensions cut it: redistribute it "
+        "to placements without strided shards first"
+    )
 
 
 def in_order_of_splits(cuts: Sequence[MeshCut]) -> tuple[list[MeshCut], bool]:

@@ -2,10 +2,18 @@
 
 from __future__ import annotations
 
+from math import prod
 from typing import Any
 
 from torchrelay.errors import UnsupportedLeafError
-from torchrelay.geometry.shards import MeshCut, ShardPiece, pieces_at, pieces_on_mesh
+from torchrelay.geometry.shards import (
+    MeshCut,
+    ShardPiece,
+    in_order_of_splits,
+    pieces_at,
+    pieces_on_mesh,
+    refuse_two_readings,
+)
 from torchrelay.record import manifest as m
 from torchrelay.state import tensors as t
 
@@ -15,9 +23,29 @@ def pieces_of(shape: tuple[int, ...], spec: Any) -> list[ShardPiece]:
     torch's own list of chunks is wrong for strided shards of uneven rows."""
     if (cuts := _cuts_of(spec)) is None:
         return []
-    if (order := _explicit_order(spec)) is None:
-        return pieces_on_mesh(shape, list(cuts.values()))
-    return pieces_at(shape, [cuts[dim] for dim in order])
+    if (order := _explicit_order(spec)) is not None:
+        return pieces_at(shape, [cuts[dim] for dim in order])
+    found = pieces_on_mesh(shape, list(cuts.values()))
+    if (other := _order_by_fsdp(spec, cuts)) is not None and pieces_at(shape, other) != found:
+        refuse_two_readings()
+    return found
+
+
+def _order_by_fsdp(spec: Any, cuts: dict[int, MeshCut]) -> list[MeshCut] | None:
+    """The order of the cuts if FSDP2 made the first of them; None where its split tells the order.
+
+    FSDP2 cuts last, and writes down as its split how many chunks it found. FSDP2 of torch 2.11 does
+    not count those of strided shards, and neither does `num_shards_map` there.
+    """
+    if not cuts:
+        return None
+    first, *others = cuts.values()
+    same = [one for one in others if one.dim == first.dim]
+    counted = spec.num_shards_map[first.dim] == first.size * prod(one.size for one in same)
+    plain = prod(one.size for one in same if one.split == 1)
+    if counted or first.split != plain or all(one.split == 1 for one in same):
+        return None
+    return [*in_order_of_splits(others)[0], first._replace(split=1)]
 
 
 def _cuts_of(spec: Any) -> dict[int, MeshCut] | None:
