@@ -9,15 +9,17 @@ STAMP := $(VENV)/.installed
 # `make TORCH=2.15.0 VENV=...` takes another one than the pinned, in an environment of its own.
 TORCH := 2.13.0
 CONSTRAINTS := $(VENV)/constraints.txt
+# Releases of the other dependencies; tools/versions.py gives the lowest that are supported.
+PINS ?= constraints.txt
 # Much of a test is waiting, for processes to start and for deadlines to pass.
 WORKERS ?= 2
 
 .DEFAULT_GOAL := test
 .PHONY: demo test suite test-slow test-versions test-frameworks lint docs bench clean
 
-$(CONSTRAINTS): constraints.txt
+$(CONSTRAINTS): $(PINS)
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	sed 's/^torch==.*/torch==$(TORCH)/' constraints.txt > $@
+	sed 's/^torch==.*/torch==$(TORCH)/' $(PINS) > $@
 
 $(LIBRARY): pyproject.toml $(CONSTRAINTS)
 	$(BIN)/python -m pip install -q -c $(CONSTRAINTS) torch==$(TORCH)

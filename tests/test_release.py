@@ -18,6 +18,7 @@ import pytest
 
 from tools import versions
 from tools.versions import ENVIRONMENTS
+from tools.wheel import effect_on, wheels_for
 from torchrelay.version import __version__
 
 if sys.version_info >= (3, 11):
@@ -96,6 +97,41 @@ def test_results_of_versions_count_every_outcome(tmp_path: Path) -> None:
     assert versions.versions(Path(sys.executable))["python"] == platform.python_version()
 
 
+def test_every_dependency_has_a_lower_bound_alone() -> None:
+    """Without an upper bound: an installation leaves what is newer as it is."""
+    lowest = versions.floors()
+    for name in ("torch", "numpy", "msgspec", "xxhash", "rich", "typer", "obstore"):
+        assert re.fullmatch(r"\d+(\.\d+)+", lowest[name]), name
+    listed = text_of("docs/install.md")
+    for name, low in lowest.items():
+        assert f"{name} {low}" in listed, f"docs/install.md does not say {name} {low}"
+
+
+def test_the_oldest_environment_has_the_lower_bounds() -> None:
+    oldest = ENVIRONMENTS["oldest"]
+    lowest = versions.floors()
+    assert oldest.floors and oldest.torch.startswith(lowest["torch"])
+    pinned = versions.with_floors(text_of("constraints.txt"), lowest).splitlines()
+    for name, low in lowest.items():
+        assert [line for line in pinned if re.match(rf"{name}\b", line)] == [f"{name}=={low}"]
+    assert versions.lowest_pins().splitlines() == pinned
+    assert 'torch: "2.11.0", pins: floors.txt}' in text_of(".github/workflows/test.yml")
+    kept = [line for line in text_of("constraints.txt").splitlines() if line.startswith("pytest")]
+    assert kept and set(kept) <= set(pinned)
+
+
+def test_a_dependency_without_a_lower_bound_is_seen(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = text_of("pyproject.toml")
+    for wrong in ('"numpy"', '"numpy>=1.24,<3"', '"numpy==1.24"'):
+        changed = tmp_path / "pyproject.toml"
+        changed.write_text(re.sub(r'"numpy>=[^"]+"', wrong, text), encoding="utf-8")
+        monkeypatch.setattr(versions, "PROJECT", changed)
+        with pytest.raises(ValueError, match="numpy"):
+            versions.floors()
+
+
 def test_hooks_use_the_formatter_of_the_tests() -> None:
     version = re.search(r"^ruff==(\S+)$", text_of("constraints.txt"), re.M)
     assert version and f"rev: v{version[1]}\n" in text_of(".pre-commit-config.yaml")
@@ -168,6 +204,46 @@ def test_wheel_and_archive_are_complete(built: Path) -> None:
     assert all(name.startswith(("torchrelay/", "torchrelay-")) for name in names)
     assert set(facts.get_all("Provides-Extra", [])) == EXTRAS
     assert f"torchrelay-{__version__}.dist-info/licenses/LICENSE" in names
+
+
+NEWEST = {"torch": "2.15.0", "numpy": "2.5.5", "msgspec": "0.22.0", "xxhash": "4.1.0"}
+OLDEST = {name: versions.floors()[name] for name in NEWEST}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(BUILD_SECONDS + 2 * RUN_SECONDS)
+@pytest.mark.parametrize("there", [NEWEST, OLDEST], ids=["newest", "oldest"])
+def test_the_wheel_changes_no_installed_version(
+    built: Path, tmp_path: Path, there: dict[str, str]
+) -> None:
+    """In an environment that says it has these releases: their metadata are all that pip reads."""
+    run([sys.executable, "-m", "venv", "--without-pip", "env"], tmp_path, 120)
+    (packages,) = (tmp_path / "env" / "lib").glob("python*/site-packages")
+    for name, version in there.items():
+        facts = packages / f"{name}-{version}.dist-info"
+        facts.mkdir()
+        written = f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n"
+        (facts / "METADATA").write_text(written, encoding="utf-8")
+    wheel, python = next(built.glob("*.whl")), str(tmp_path / "env" / "bin" / "python")
+    found = effect_on(python, wheel, "--no-index")
+    assert found.changed == {} and found.added == {"torchrelay": __version__}
+    # Where a release is too old, it is seen.
+    last = f"torch-{there['torch']}.dist-info"
+    (packages / last).rename(packages / "torch-2.9.0.dist-info")
+    (packages / "torch-2.9.0.dist-info" / "METADATA").write_text(
+        "Metadata-Version: 2.1\nName: torch\nVersion: 2.9.0\n", encoding="utf-8"
+    )
+    with pytest.raises(RuntimeError, match="torch"):
+        effect_on(python, wheel, "--no-index")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(INSTALL_SECONDS)
+@pytest.mark.parametrize("version", ["3.10", "3.14"])
+def test_every_dependency_has_a_wheel(version: str) -> None:
+    lowest = versions.floors()
+    found = wheels_for(version, [f"{name}>={low}" for name, low in lowest.items()])
+    assert found.keys() == lowest.keys()
 
 
 @pytest.mark.slow

@@ -4,6 +4,8 @@ One environment after the other is made below `build/versions`, tested with `mak
 in `benchmarks/results/versions.json`, from which docs/install.md gets its table. An environment
 with a torch from the registry takes several GB; `--remove` deletes it once it is noted. Arguments
 after `--` go to pytest: `python -m tools.versions newest -- tests/dropin`.
+
+The environment `oldest` has the lowest release of each dependency that pyproject.toml allows.
 """
 
 from __future__ import annotations
@@ -11,6 +13,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -22,19 +25,29 @@ from xml.etree import ElementTree
 ROOT = Path(__file__).resolve().parent.parent
 PLACE = ROOT / "build" / "versions"
 RESULT = ROOT / "benchmarks" / "results" / "versions.json"
+PROJECT = ROOT / "pyproject.toml"
+PINS = ROOT / "constraints.txt"
 OUTCOMES = ("failures", "errors", "skipped")
 
 
+# A test tool whose pinned release needs newer dependencies than the lowest: pip chooses another.
+TOO_NEW = {"twine"}
+# The extras whose lower bounds are tested: the others bring frameworks, with bounds of their own.
+BOUNDED_EXTRAS = ("cli", "cloud")
+
+
 class Environment(NamedTuple):
-    """An interpreter, as its program is called, and a torch."""
+    """An interpreter, as its program is called, and a torch; and whether the other dependencies are
+    as old as they may be."""
 
     python: str
     torch: str
+    floors: bool = False
 
 
 ENVIRONMENTS = {
     "pinned": Environment("python3.11", "2.13.0"),
-    "oldest": Environment("python3.10", "2.11.0"),
+    "oldest": Environment("python3.10", "2.11.0", floors=True),
     "before": Environment("python3.11", "2.14.1"),
     "newest": Environment("python3.11", "2.15.0"),
     "newest-python": Environment("python3.14", "2.15.0"),
@@ -47,11 +60,46 @@ def tested(name: str, asked: Environment, words: list[str]) -> dict[str, Any]:
     PLACE.mkdir(parents=True, exist_ok=True)
     found.unlink(missing_ok=True)
     command = ["make", "-C", str(ROOT), "suite", f"PYTHON={asked.python}", f"TORCH={asked.torch}"]
+    if asked.floors:
+        pins = PLACE / f"{name}.txt"
+        pins.write_text(lowest_pins(), encoding="utf-8")
+        command.append(f"PINS={pins}")
     options = " ".join([f"--junitxml={found}", *words])
     subprocess.run([*command, f"VENV={venv}", f"OPTIONS={options}"], check=False)
     if not found.exists():
         raise SystemExit(f"{name}: the tests did not come to their end")
     return {"name": name, **versions(venv / "bin" / "python"), **counts(found), "only": words}
+
+
+def floors() -> dict[str, str]:
+    """The lower bound of each dependency in pyproject.toml, by name; `ValueError` without one."""
+    text = PROJECT.read_text("utf-8")
+    lists = [
+        re.search(rf"^{name} = (\[.*?\])$", text, re.M | re.S)
+        for name in ("dependencies", *BOUNDED_EXTRAS)
+    ]
+    found: dict[str, str] = {}
+    for requirement in [each for one in lists if one for each in re.findall(r'"(.+?)"', one[1])]:
+        bound = re.fullmatch(r"([\w.-]+)>=([\w.]+)", requirement)
+        if bound is None:
+            raise ValueError(f"{requirement!r} in pyproject.toml has no lower bound alone")
+        found[bound[1]] = bound[2]
+    return found
+
+
+def lowest_pins() -> str:
+    """The constraints of the environment that has the lowest releases."""
+    return with_floors(PINS.read_text("utf-8"), floors())
+
+
+def with_floors(pins: str, lowest: dict[str, str]) -> str:
+    """The constraints in `pins`, with these releases instead of others of the same packages."""
+    kept = [
+        line
+        for line in pins.splitlines()
+        if re.split(r"[=<>!~; \[]", line)[0].lower() not in lowest.keys() | TOO_NEW
+    ]
+    return "\n".join([*kept, *(f"{name}=={low}" for name, low in lowest.items())]) + "\n"
 
 
 def counts(found: Path) -> dict[str, Any]:
@@ -99,7 +147,11 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("names", nargs="*", metavar="NAME", help=", ".join(ENVIRONMENTS))
     parser.add_argument("--remove", action="store_true", help="delete each environment afterwards")
+    parser.add_argument("--pins", action="store_true", help="only print the constraints of oldest")
     asked = parser.parse_args(given)
+    if asked.pins:
+        print(lowest_pins(), end="")
+        return 0
     if unknown := set(asked.names) - set(ENVIRONMENTS):
         parser.error(f"unknown: {', '.join(sorted(unknown))}")
     os.environ.pop("VIRTUAL_ENV", None)
