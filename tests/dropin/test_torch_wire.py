@@ -478,3 +478,22 @@ def test_a_state_that_does_not_fit_is_refused_with_figures(pool2: RankPool) -> N
     """The sender, which knows nothing of it, finishes."""
     found = pool2.run(more_than_free)[1]
     assert "4194304 bytes of memory are needed, and 3145728 are free" in found
+
+
+def mesh_for_another_process(rank: int, group: ProcessGroup) -> bool:
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
+    ours = DTensor.from_local(torch.ones(2), mesh, [Replicate()], run_check=False)
+    hash(ours._spec)  # torch remembers it, and that of the mesh
+    if rank == 0:
+        send_torch(group, [1], {"w": ours}, CPU, wait)
+        return True
+    got: Any = stock(group).recv_checkpoint(0)
+    spec = got["w"]._spec
+    same = spec.mesh == mesh and hash(spec.mesh) == hash(mesh) and hash(spec) == hash(ours._spec)
+    # Torch 2.15 compares meshes by this field, which those of earlier releases lack.
+    return same and spec.mesh._preserve_rank_order is False
+
+
+def test_a_mesh_is_of_use_to_a_stock_receiver(pool2: RankPool) -> None:
+    """Hashes differ between processes, and the fields of a mesh between releases of torch."""
+    assert pool2.run(mesh_for_another_process) == [True, True]

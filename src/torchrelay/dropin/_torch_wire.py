@@ -7,12 +7,14 @@ is asked for, and tensors are written into the caller's after the last one has a
 
 from __future__ import annotations
 
+import io
 import pickle
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.distributed import ProcessGroup, Work
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 
 from torchrelay.dropin import torch_private as private
@@ -122,9 +124,27 @@ def recv_torch(
     return private.tree_unflatten(values, record.treespec)
 
 
+class _RecordPickler(pickle.Pickler):
+    """Pickles a record for processes of other releases of torch.
+
+    The mesh of a DTensor has a field more since torch 2.15, which cannot compare meshes without it;
+    earlier ones do not look at it. Hashes that torch remembers are of this process alone.
+    """
+
+    def reducer_override(self, value: Any) -> Any:
+        if type(value) not in (DeviceMesh, private.DTensorSpec):
+            return NotImplemented
+        reduced: Any = value.__reduce_ex__(pickle.DEFAULT_PROTOCOL)
+        make, arguments, state, *_ = reduced
+        added = {"_preserve_rank_order": False} if type(value) is DeviceMesh else {}
+        return make, arguments, {**added, **state, "_hash": None}
+
+
 def _pickled(record: _StateDictMeta) -> bytes:
+    data = io.BytesIO()
     try:
-        return pickle.dumps(record)
+        _RecordPickler(data).dump(record)
+        return data.getvalue()
     except Exception as fault:
         for path, leaf in zip(record.paths, record.non_tensor_leaves, strict=True):
             try:
