@@ -64,6 +64,7 @@ def test_an_update_that_is_interrupted(same_host: bool) -> None:
         assert not torn, torn
 
 
+@pytest.mark.timeout(600)  # with all rounds it compares 7 GB
 @pytest.mark.parametrize("same_host", [False, True])
 def test_an_update_whose_time_is_over_while_it_lands(same_host: bool) -> None:
     """Deadlines of all lengths: some of them pass within the landing."""
