@@ -132,6 +132,20 @@ def test_a_dependency_without_a_lower_bound_is_seen(
             versions.floors()
 
 
+def test_versions_are_tested_with_the_other_torch_that_is_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(versions, "PLACE", tmp_path)
+    assert versions.other("newest") == {}
+    for name in ("pinned", "newest"):
+        python = tmp_path / name / "bin" / "python"
+        python.parent.mkdir(parents=True)
+        python.touch()
+    found = {name: versions.other(name)["TORCHRELAY_OTHER_PYTHON"] for name in ENVIRONMENTS}
+    assert found.pop("pinned") == str(tmp_path / "newest" / "bin" / "python")
+    assert set(found.values()) == {str(tmp_path / "pinned" / "bin" / "python")}
+
+
 def test_hooks_use_the_formatter_of_the_tests() -> None:
     version = re.search(r"^ruff==(\S+)$", text_of("constraints.txt"), re.M)
     assert version and f"rev: v{version[1]}\n" in text_of(".pre-commit-config.yaml")

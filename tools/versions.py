@@ -65,7 +65,8 @@ def tested(name: str, asked: Environment, words: list[str]) -> dict[str, Any]:
         pins.write_text(lowest_pins(), encoding="utf-8")
         command.append(f"PINS={pins}")
     options = " ".join([f"--junitxml={found}", *words])
-    subprocess.run([*command, f"VENV={venv}", f"OPTIONS={options}"], check=False)
+    command += [f"VENV={venv}", f"OPTIONS={options}"]
+    subprocess.run(command, check=False, env={**os.environ, **other(name)})
     if not found.exists():
         raise SystemExit(f"{name}: the tests did not come to their end")
     return {"name": name, **versions(venv / "bin" / "python"), **counts(found), "only": words}
@@ -100,6 +101,15 @@ def with_floors(pins: str, lowest: dict[str, str]) -> str:
         if re.split(r"[=<>!~; \[]", line)[0].lower() not in lowest.keys() | TOO_NEW
     ]
     return "\n".join([*kept, *(f"{name}=={low}" for name, low in lowest.items())]) + "\n"
+
+
+def other(name: str) -> dict[str, str]:
+    """Which environment that is there has another torch: tests exchange states with it."""
+    for one in ("pinned", "newest"):
+        python = PLACE / one / "bin" / "python"
+        if ENVIRONMENTS[one].torch != ENVIRONMENTS[name].torch and python.exists():
+            return {"TORCHRELAY_OTHER_PYTHON": str(python)}
+    return {}
 
 
 def counts(found: Path) -> dict[str, Any]:

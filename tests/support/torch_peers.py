@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -57,7 +58,12 @@ class Peers:
         for rank in self._ranks:
             if rank.poll() is None:
                 os.killpg(rank.pid, signal.SIGKILL)
-            rank.communicate()
+            rank.wait(20)
+            # Not `communicate`: a process that a rank has started may keep its output open.
+            for pipe in (rank.stdin, rank.stdout):
+                if pipe is not None:
+                    with contextlib.suppress(BrokenPipeError):
+                        pipe.close()
         for said in self._said:
             said.close()
 

@@ -147,6 +147,9 @@ def differences(got: Any, want: Any, path: str = "state") -> list[str]:
         )
         local = differences(got.to_local(), want.to_local(), path)
         return local if same else [f"{path}: {got.device_mesh} {got.placements} {got.shape}"]
+    if isinstance(want, ShardedTensor):
+        mine, theirs = ([one.tensor for one in st.local_shards()] for st in (got, want))
+        return differences(mine, theirs, path)
     if isinstance(want, torch.Tensor):
         if type(got) is not type(want):
             return [f"{path}: {type(got).__name__} for a {type(want).__name__}"]
