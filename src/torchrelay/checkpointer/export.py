@@ -14,6 +14,7 @@ from torchrelay.errors import CheckpointError, MismatchError, UsageError
 from torchrelay.memory.bounded import bounded
 from torchrelay.state import tensors as t
 from torchrelay.state.backing import with_memory
+from torchrelay.state.checkpointable import is_checkpointable
 from torchrelay.state.paths import naming
 from torchrelay.stores.local.draft import LocalSink
 from torchrelay.stores.local.files import Files
@@ -93,7 +94,7 @@ def _flat(model: object) -> dict[str, torch.Tensor]:
     found: dict[str, torch.Tensor] = {}
     seen: set[tuple[int, torch.Size, tuple[int, ...]]] = set()
     for name, value in model.items():
-        if not isinstance(value, torch.Tensor) or not t.is_plain(value):
+        if not isinstance(value, torch.Tensor) or not t.is_plain(value) or is_checkpointable(value):
             raise MismatchError(
                 "not a plain tensor: a model is exported from a flat dict of tensors",
                 path=str(name),

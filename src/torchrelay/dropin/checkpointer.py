@@ -26,6 +26,7 @@ from torchrelay.dropin import torch_private as private
 from torchrelay.dropin._dcp_protocol import Meeting
 from torchrelay.errors import CheckpointError, ResourceError, UnsupportedTorchError, UsageError
 from torchrelay.memory import threads
+from torchrelay.state.checkpointable import keep_attributes
 from torchrelay.state.torch_names import look_up
 
 logger = logging.getLogger(__name__)
@@ -251,6 +252,7 @@ def _staged(writer: StorageWriter, state: dict[str, Any]) -> dict[str, Any]:
         whole: dict[str, Any] = staged.result() if isinstance(staged, Future) else staged
         if stager.should_synchronize_after_execute:
             stager.synchronize_staging()
+        keep_attributes(state, whole)
         return whole
     finally:
         if not theirs:

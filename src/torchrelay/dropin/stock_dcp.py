@@ -46,6 +46,7 @@ from torchrelay.errors import (
 )
 from torchrelay.inspection.file_kinds import is_torch_save
 from torchrelay.state import paths
+from torchrelay.state.checkpointable import boxed, is_checkpointable
 from torchrelay.state.tensors import is_sharded
 from torchrelay.state.tree import is_namedtuple, show
 from torchrelay.stores.local.files import atomic_file
@@ -104,7 +105,7 @@ def write_stock(path: str | os.PathLike[str], state: dict[str, Any]) -> None:
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise UsageError(f"{folder} exists and is not empty; give a new directory")
     state = {k: v.state_dict() if isinstance(v, Stateful) else v for k, v in state.items()}
-    state = torch_values(state)
+    state = _with_whole_tensors(torch_values(state))
     _refuse_shards(state)
     was_there = folder.is_dir()
     try:
@@ -223,6 +224,21 @@ def _reason(fault: BaseException) -> str:
     while found is not None and not isinstance(found, OSError):
         found = found.__context__
     return repr(fault) if found is None else found.strerror or str(found)
+
+
+def _with_whole_tensors(state: Any, path: paths.Path = ()) -> Any:
+    """The state with whole tensors in the places of those that this process has all boxes of."""
+    if is_checkpointable(state):
+        with paths.naming(path):
+            found = boxed(state)
+        return found.joined() if found.is_whole else found
+    if isinstance(state, dict):
+        made = {key: _with_whole_tensors(value, (*path, key)) for key, value in state.items()}
+        return made if type(state) is dict else type(state)(made)
+    if type(state) in (list, tuple):
+        items = [_with_whole_tensors(value, (*path, place)) for place, value in enumerate(state)]
+        return items if type(state) is list else tuple(items)
+    return state
 
 
 def _refuse_shards(state: dict[str, Any]) -> None:

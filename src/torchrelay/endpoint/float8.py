@@ -20,6 +20,7 @@ import torch
 from torchrelay.errors import UnsupportedLeafError, UsageError
 from torchrelay.state import tensors as t
 from torchrelay.state.backing import with_memory
+from torchrelay.state.checkpointable import is_checkpointable
 from torchrelay.state.objects import flatten_objects
 from torchrelay.state.tree import unflatten
 
@@ -125,6 +126,11 @@ def _quantized_tensor(
     tensor: torch.Tensor, block: int, key: str
 ) -> tuple[torch.Tensor, torch.Tensor]:
     try:
+        if is_checkpointable(tensor):
+            raise UnsupportedLeafError(
+                "a tensor that names its boxes of a larger one (CheckpointableTensor) cannot be "
+                "published as float8"
+            )
         if not t.is_dtensor(tensor):
             return quantize(tensor, block)
         local, spec = t.dtensor_parts(tensor)

@@ -1,8 +1,9 @@
-"""A tensor of which this process has some boxes, with no mesh and no process group behind it."""
+"""A tensor that is in this process in boxes, with no mesh and no process group behind it."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import prod
 from typing import NamedTuple
 
 import torch
@@ -13,7 +14,7 @@ from torchrelay.record import manifest as m
 
 
 class Properties(NamedTuple):
-    """What a ShardedTensor says of all its shards, under torch's names."""
+    """Properties of the whole tensor, under the names that a ShardedTensor has for them."""
 
     dtype: torch.dtype
     requires_grad: bool = False
@@ -62,11 +63,17 @@ class BoxedTensor(torch.Tensor):
     @property
     def locals_(self) -> list[torch.Tensor]:
         """The memory of each box, where it lies now."""
-        if self.own is None:
+        if self.own is None or not self._starts:
             return list(self._memory)
         local = self.own.detach()
         pairs = zip(self._starts, self.boxes, strict=True)
         return [_inside(local, at, box.sizes) for at, box in pairs]
+
+    def with_memory(self, locals_: Sequence[torch.Tensor], dtype: torch.dtype) -> BoxedTensor:
+        """The same boxes in other memory, of this dtype."""
+        made = self._bare(self.shape, dtype, [(box.offsets, box.sizes) for box in self.boxes])
+        made._memory, made.own = tuple(locals_), self.own
+        return made
 
     @property
     def all_boxes(self) -> tuple[m.Box, ...]:
@@ -74,6 +81,22 @@ class BoxedTensor(torch.Tensor):
         nothing of, the whole."""
         shape = tuple(self.shape)
         return self.boxes or (m.Box((0,) * len(shape), shape, None),)
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether this process has all of it."""
+        return sum(prod(box.sizes) for box in self.boxes) == self.numel()
+
+    def joined(self) -> torch.Tensor:
+        """The whole tensor, of a process that has all of it."""
+        parts = self.locals_
+        if len(parts) == 1:
+            return parts[0]
+        device = parts[0].device if parts else "cpu"
+        found = torch.empty(self.shape, dtype=self.dtype, device=device)
+        for box, part in zip(self.boxes, parts, strict=True):
+            _inside(found, box.offsets, box.sizes).copy_(part)
+        return found
 
     @property
     def properties(self) -> Properties:

@@ -99,7 +99,7 @@ def _geometry(tensor: object) -> _Geometry:
         try:
             columns.append(tuple(map(partial(_numbers, name), value)))
         except TypeError:
-            raise _refused(f"{name} is no sequence") from None
+            raise _refused(f"{name} is not a sequence") from None
     return _Geometry(shape, *columns)
 
 
@@ -137,6 +137,20 @@ def _refused(why: str) -> UnsupportedLeafError:
         f"it has the attributes of torch's CheckpointableTensor, and {why}: correct them, or "
         "delete them where the tensor is whole"
     )
+
+
+def keep_attributes(state: Any, copy: Any) -> None:
+    """Give the tensors of a copied state the attributes that theirs have in the state itself:
+    torch's stagers may copy the values alone."""
+    if is_checkpointable(state):
+        for name in ATTRIBUTES:
+            setattr(copy, name, getattr(state, name))
+    elif isinstance(state, dict):
+        for key, value in state.items():
+            keep_attributes(value, copy[key])
+    elif isinstance(state, (list, tuple)):
+        for value, copied in zip(state, copy, strict=True):
+            keep_attributes(value, copied)
 
 
 def checkpointable(

@@ -24,6 +24,7 @@ from torchrelay.plan.region import Region
 from torchrelay.record.manifest import PARAMETER, REQUIRES_GRAD
 from torchrelay.state import tensors as t
 from torchrelay.state.backing import with_memory
+from torchrelay.state.boxed import BoxedTensor
 
 Geometry = tuple[object, ...]
 
@@ -85,26 +86,29 @@ class StandIns:
         for number, leaf in enumerate(leaves):
             if not isinstance(leaf, torch.Tensor):
                 continue
-            local = t.dtensor_parts(leaf)[0] if t.is_dtensor(leaf) else leaf
+            locals_ = _locals_of(leaf)
             is_cast = leaf.is_floating_point() and leaf.dtype is not self.dtype
-            if t.is_plain(local):
+            if all(map(t.is_plain, locals_)):
                 if is_cast:
                     try:
-                        local = with_memory(local)
+                        locals_ = [*map(with_memory, locals_)]
                     except UnsupportedLeafError as fault:
                         fault.path = path_of(number)
                         raise
-                if local.numel() and not local.is_meta:
+                for local in locals_:
+                    if not local.numel() or local.is_meta:
+                        continue
                     shape, strides = tuple(local.shape), local.stride()
                     low = t.byte_offset(local)
                     high = low + extent(shape, strides) * local.element_size()
                     place = _ViewPlace(low, high, (local.dtype, shape, strides), number, is_cast)
                     placed.setdefault(t.storage_id(local), []).append(place)
-                if is_cast and not (local.is_meta or can_cast(leaf.dtype, self.dtype)):
+                here = any(not local.is_meta for local in locals_)
+                if is_cast and here and not can_cast(leaf.dtype, self.dtype):
                     why = f"torch cannot convert {leaf.dtype} to {self.dtype}"
                     raise UnsupportedLeafError(why, path=path_of(number))
                 if is_cast:
-                    found[number] = self._stand_in(leaf, local)
+                    found[number] = self._stand_in(leaf, locals_)
             elif is_cast:
                 kind = type(leaf).__name__
                 why = f"a {kind} (layout {leaf.layout}) cannot be cast when it is published"
@@ -114,7 +118,16 @@ class StandIns:
                 _check_apart(views, path_of)
         return found
 
-    def _stand_in(self, leaf: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
+    def _stand_in(self, leaf: torch.Tensor, locals_: Sequence[torch.Tensor]) -> torch.Tensor:
+        made = [*map(self._memory_for, locals_)]
+        if isinstance(leaf, BoxedTensor):
+            return leaf.with_memory(made, self.dtype)
+        if t.is_dtensor(leaf):
+            return t.dtensor_like(leaf, made[0])
+        return t.with_flags(made[0], t.flags_of(leaf) & (REQUIRES_GRAD | PARAMETER))
+
+    def _memory_for(self, local: torch.Tensor) -> torch.Tensor:
+        """A tensor that stands for one that is here."""
         shape, strides, size = tuple(local.shape), local.stride(), local.element_size()
         layout = packed(shape, strides)
         if local.is_meta:
@@ -132,9 +145,7 @@ class StandIns:
             made = torch.empty(0, dtype=self.dtype, device="cpu")
             made.set_(memory, offset, shape, strides)
             self._sources[_geometry(made)] = local.detach()
-        if t.is_dtensor(leaf):
-            return t.dtensor_like(leaf, made)
-        return t.with_flags(made, t.flags_of(leaf) & (REQUIRES_GRAD | PARAMETER))
+        return made
 
     def source(self, tensor: torch.Tensor) -> torch.Tensor:
         """The tensor that a stand-in stands for; any other is itself."""
@@ -145,6 +156,13 @@ class StandIns:
         if t.NAMES[tensor.dtype] == dtype:
             return Region.row_major(tensor)
         return CastRegion(tensor, self.dtype)
+
+
+def _locals_of(leaf: torch.Tensor) -> list[torch.Tensor]:
+    """The tensors that have the elements of a leaf here."""
+    if isinstance(leaf, BoxedTensor):
+        return leaf.locals_
+    return [t.dtensor_parts(leaf)[0] if t.is_dtensor(leaf) else leaf]
 
 
 class _ViewPlace(NamedTuple):

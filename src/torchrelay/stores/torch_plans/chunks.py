@@ -1,7 +1,8 @@
 """The chunks that torch's planners take for the parts of a rank, against what the rank has.
 
 torch's own list is wrong for a tensor with uneven rows that tensor parallelism and then FSDP2 have
-cut: some rows belong to no rank, and others to two. Such a plan is refused.
+cut: some rows belong to no rank, and others to two. Planners before torch 2.14 take a tensor that
+names its boxes (`CheckpointableTensor`) for a whole one. Such a plan is refused.
 """
 
 from __future__ import annotations
@@ -9,23 +10,35 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import torch
+import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.planner import LoadPlanner, SavePlanner
 
 from torchrelay.errors import UnsupportedLeafError
 from torchrelay.state import tensors as t
+from torchrelay.state.checkpointable import boxed, is_checkpointable
 from torchrelay.state.local_parts import LocalBoxes
 from torchrelay.state.paths import naming
 
 
 def check_chunks(planner: SavePlanner | LoadPlanner) -> None:
-    """`UnsupportedLeafError` if torch's planner takes other boxes of a DTensor for this rank's than
+    """`UnsupportedLeafError` if torch's planner takes other boxes of a tensor for this rank's than
     the rank has. Planners that are not torch's are not checked."""
     if not isinstance(planner, (DefaultSavePlanner, DefaultLoadPlanner)):
         return
     state: Mapping[str, Any] = getattr(planner, "state_dict", {})
     boxes, known = LocalBoxes(), set()
     for name, tensor in state.items():
+        if is_checkpointable(tensor):
+            with naming(name):
+                boxed(tensor)
+                if not hasattr(dcp, "CheckpointableTensor"):
+                    raise UnsupportedLeafError(
+                        f"it names its boxes of a larger tensor, and the planners of torch "
+                        f"{torch.__version__} take it for a whole one: use torchrelay.Checkpointer,"
+                        " or torch 2.14 or later"
+                    )
         if not t.is_dtensor(tensor):
             continue
         spec = t.dtensor_parts(tensor)[1]
