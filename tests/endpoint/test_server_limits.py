@@ -9,6 +9,7 @@ import resource
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
@@ -21,6 +22,8 @@ import torch
 
 import torchrelay as tr
 from tests.support.access import access
+from torchrelay.endpoint.server.http.connections import HttpConnection, HttpServer
+from torchrelay.endpoint.server.http.requests import Refusal, Request
 from torchrelay.sources.connection import Host
 from torchrelay.sources.lent_memory import LocalFacts
 
@@ -199,3 +202,38 @@ def test_nothing_that_a_client_sends_is_printed(tmp_path: Path, kind: str) -> No
     _, printed = serving.communicate("\n", timeout=60)
     assert serving.returncode == 0
     assert printed == ""
+
+
+class _ReadAtOnce(dict[str, int]):
+    """Counters that two threads have read before either writes, unless a lock keeps them apart."""
+
+    def __init__(self, counters: dict[str, int]) -> None:
+        super().__init__(counters)
+        self._both = threading.Barrier(2)
+
+    def __getitem__(self, name: str) -> int:
+        value = super().__getitem__(name)
+        with suppress(threading.BrokenBarrierError):
+            self._both.wait(0.3)  # a lock keeps the other away for as long as this one waits
+        return value
+
+
+def test_refusals_of_two_connections_at_once_are_both_counted() -> None:
+    def refuse(request: Request, connection: HttpConnection) -> None:
+        raise Refusal(401, "a token is needed")
+
+    server = HttpServer(refuse, connections=4, stall=LIMIT, context=None)
+    server.refused = _ReadAtOnce(server.refused)
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        clients = [socket.create_connection(listener.getsockname(), LIMIT) for _ in range(2)]
+        served = [listener.accept()[0] for _ in range(2)]
+    serving = [threading.Thread(target=server.serve, args=(ours,)) for ours in served]
+    for one in serving:
+        one.start()
+    for theirs in clients:
+        theirs.sendall(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n")
+    for one in serving:
+        one.join(60)
+    for theirs in clients:
+        theirs.close()
+    assert server.refused.get("token") == 2

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+from collections import deque
 from typing import Any
 
 import pytest
@@ -221,3 +222,21 @@ def test_a_second_interrupt_does_not_end_the_wait_for_those_that_still_work() ->
     works: list[Any] = [Work("a"), Work("b")]
     threads.end_all(works)
     assert ended[-2:] == ["a", "b"]
+
+
+def test_two_that_ask_at_once_have_the_same_idle_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where no lock of the interpreter has one of them ask after the other."""
+    both = threading.Barrier(2, timeout=60)
+
+    def made() -> Any:
+        both.wait()  # each is on the way to being the first
+        return deque()
+
+    monkeypatch.setattr(threads, "deque", made)
+    found: list[Any] = []
+    some = [threading.Thread(target=lambda: found.append(threads._idle_of(7))) for _ in range(2)]
+    for one in some:
+        one.start()
+    for one in some:
+        one.join(60)
+    assert len(found) == 2 and found[0] is found[1]

@@ -13,7 +13,7 @@ import os
 import queue
 import sys
 import threading
-from collections import defaultdict, deque
+from collections import deque
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 
@@ -26,7 +26,13 @@ IDLE = "torchrelay-idle"
 
 # By niceness: a thread cannot get its priority back. Without a lock, which an exception out of a
 # signal handler could leave locked: each use is one call.
-_idle: defaultdict[int, deque[_Thread]] = defaultdict(deque)
+_idle: dict[int, deque[_Thread]] = {}
+
+
+def _idle_of(niceness: int) -> deque[_Thread]:
+    """The idle threads of a niceness: the same for all who ask at once, also where no lock of the
+    interpreter has them ask one after the other."""
+    return _idle.setdefault(niceness, deque())
 
 
 class Running:
@@ -69,7 +75,7 @@ def run(
     if among is not None:
         among.append(running)
     try:
-        thread = _idle[niceness].pop()
+        thread = _idle_of(niceness).pop()
     except IndexError:
         try:
             thread = _Thread(niceness)
@@ -124,8 +130,9 @@ def end_all(begun: Iterable[Running]) -> None:
 def get_ready(count: int) -> None:
     """Start threads until `count` of them wait for a job. A thread that starts while others are
     busy would wait for each of them in turn."""
-    for _ in range(count - len(_idle[0])):
-        _idle[0].append(_Thread(0))
+    idle = _idle_of(0)
+    for _ in range(count - len(idle)):
+        idle.append(_Thread(0))
 
 
 class _Thread:
@@ -160,12 +167,12 @@ class _Thread:
             running._over.set()
             del running
             me.name = IDLE
-            _idle[self._niceness].append(self)
+            _idle_of(self._niceness).append(self)
 
     def _leave(self) -> bool:
         """True if the thread was still idle; it takes no more jobs then."""
         try:
-            _idle[self._niceness].remove(self)
+            _idle_of(self._niceness).remove(self)
         except ValueError:
             return False
         return True

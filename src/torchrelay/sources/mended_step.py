@@ -44,7 +44,8 @@ class OtherSource:
         except _FAULTS as fault:
             self.fault = getattr(fault, "message", "") or str(fault)
             return False
-        self.bytes += len(chunk)
+        with self._lock:  # the threads of a load mend at once
+            self.bytes += len(chunk)
         return True
 
     def _step(self, content: str) -> Opened:

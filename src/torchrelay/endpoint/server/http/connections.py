@@ -319,7 +319,7 @@ class HttpServer:
                 idle = IDLE_SECONDS
                 connection.busy, connection.since = False, time.monotonic()
         except TimeoutError:
-            self.refused["slow"] += 1
+            self._count("slow")
             connection.cut()
         except (OSError, EOFError):
             raise
@@ -330,6 +330,10 @@ class HttpServer:
             with self._lock:
                 self._open.discard(connection)
             connection.close()
+
+    def _count(self, why: str) -> None:
+        with self._lock:  # each connection has a thread of its own
+            self.refused[why] += 1
 
     def _serve_one(self, connection: HttpConnection, idle: float) -> bool:
         """Whether the connection continues after the next request."""
@@ -343,7 +347,7 @@ class HttpServer:
             keeps = request.keeps and not connection.ended and not connection.gives_way
         except Refusal as refused:
             if refused.status in COUNTED:
-                self.refused[COUNTED[refused.status]] += 1
+                self._count(COUNTED[refused.status])
             text = f"{refused}\n".encode()
             answer = Response(refused.status, text, headers=refused.headers)
             # The connection of a client that was never admitted is closed.
