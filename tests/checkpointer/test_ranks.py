@@ -117,6 +117,7 @@ def test_every_layout_by_four_ranks(layouts: str, pool4: Any) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(300)  # for both pools
 def test_every_layout_into_every_other(layouts: str, pool2: Any, pool4: Any) -> None:
     assert pool2.run(load_layouts, layouts, 1, timeout=100) == [[], []]
     assert pool4.run(load_layouts, layouts, 1, timeout=100) == [[], [], [], []]
