@@ -22,7 +22,7 @@ from torchrelay.stores.dcp import Reader, Writer
 
 KNOWN = hasattr(dcp, "CheckpointableTensor")
 needs_planners = pytest.mark.skipif(
-    not KNOWN, reason="torch's planners know CheckpointableTensor from 2.14 on"
+    not KNOWN, reason="no such case: torch's planners know CheckpointableTensor from 2.14 on"
 )
 SECONDS = 120
 
@@ -90,7 +90,9 @@ def test_torchs_planners_write_what_we_read_and_the_other_way_round(
     check(into)
 
 
-@pytest.mark.skipif(KNOWN, reason="torch's planners know CheckpointableTensor from 2.14 on")
+@pytest.mark.skipif(
+    KNOWN, reason="no such case: torch's planners know CheckpointableTensor from 2.14 on"
+)
 def test_older_planners_are_not_given_a_part_for_the_whole(tmp_path: Path) -> None:
     with tr.Checkpointer(tmp_path, group=False) as steps:
         steps.save(1, {"a": {"w": whole()}})

@@ -48,6 +48,7 @@ def inflated(nbytes: int, chunk: int) -> Callable[[str, bytes], bytes]:
 def lying(nbytes: int, chunk: int) -> Iterator[str]:
     alter = inflated(nbytes, chunk)
     with tr.serve(STATE, step=1, timeout=TIMEOUT) as endpoint:
+        tr.pull(endpoint.url, timeout=TIMEOUT)  # from here on the step is shown
         with urllib.request.urlopen(f"{endpoint.url}/record?step=1", timeout=TIMEOUT) as answer:
             body = answer.read()
         both = [content_digest(decode_at_rest(one)) for one in (body, alter("", body))]

@@ -39,7 +39,7 @@ def test_the_attributes_are_those_of_torch() -> None:
     """The test that names the protocol when torch moves it."""
     protocol = getattr(dcp, "CheckpointableTensor", None)
     if protocol is None:
-        pytest.skip("torch before 2.14 has no CheckpointableTensor")
+        pytest.skip("no such case: torch has CheckpointableTensor from 2.14 on")
     assert tuple(protocol.__annotations__) == ATTRIBUTES
     assert isinstance(rows(0, 3), protocol)
 

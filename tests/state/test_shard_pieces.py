@@ -86,7 +86,7 @@ def one_mesh(outer: int, inner: int) -> list[torch.Tensor]:
     """FSDP2 over dimensions of the mesh that its parameters have already."""
     fsdp = pytest.importorskip("torch.distributed.fsdp")
     if not hasattr(fsdp, "DataParallelMeshDims"):
-        pytest.skip("this torch has no FSDP2 over dimensions of a larger mesh")
+        pytest.skip("no such case: this torch has no FSDP2 over dimensions of a larger mesh")
     mesh = init_device_mesh("cpu", (outer, inner), mesh_dim_names=("dp", "tp"))
     model = Model(cut_by(mesh, Replicate(), Shard(0)))
     fully_shard(model, mesh=mesh, dp_mesh_dims=fsdp.DataParallelMeshDims(shard="dp"))
@@ -96,7 +96,7 @@ def one_mesh(outer: int, inner: int) -> list[torch.Tensor]:
 def one_mesh_turned(outer: int, inner: int) -> list[torch.Tensor]:
     fsdp = pytest.importorskip("torch.distributed.fsdp")
     if not hasattr(fsdp, "DataParallelMeshDims"):
-        pytest.skip("this torch has no FSDP2 over dimensions of a larger mesh")
+        pytest.skip("no such case: this torch has no FSDP2 over dimensions of a larger mesh")
     mesh = init_device_mesh("cpu", (outer, inner), mesh_dim_names=("tp", "dp"))
     model = Model(cut_by(mesh, Shard(0), Replicate()))
     fully_shard(model, mesh=mesh, dp_mesh_dims=fsdp.DataParallelMeshDims(shard="dp"))
@@ -282,7 +282,7 @@ def test_an_order_that_placements_do_not_tell() -> None:
         mesh = init_device_mesh("cpu", (3, 2))
         wanted: Any = right_order(3, 2)[7]
         if not hasattr(wanted._spec, "use_strided_shard_as_shard_order"):
-            pytest.skip("this torch has the order in the placements alone")
+            pytest.skip("no such case: this torch has the order in the placements alone")
         order = (ShardOrderEntry(0, (1, 0)),)
         specs = [
             DTensorSpec(mesh, (Shard(0), Shard(0)), wanted._spec.tensor_meta, order),

@@ -60,7 +60,7 @@ def test_shards_made_partial_travel_exactly_or_are_refused_by_path(
     pool2: RankPool, tmp_path: Path
 ) -> None:
     if not all(pool2.run(_moved, str(tmp_path), timeout=SECONDS)):
-        pytest.skip("this torch does not redistribute Shard to Partial")
+        pytest.skip("no such case: this torch does not redistribute Shard to Partial")
 
 
 def _united(rank: int, group: Any) -> bool:
@@ -80,4 +80,4 @@ def _united(rank: int, group: Any) -> bool:
 
 def test_parts_that_are_not_reduced_are_not_put_together(pool2: RankPool) -> None:
     if not all(pool2.run(_united, timeout=SECONDS, fresh_group=True)):
-        pytest.skip("this torch does not redistribute Shard to Partial")
+        pytest.skip("no such case: this torch does not redistribute Shard to Partial")

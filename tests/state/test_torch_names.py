@@ -148,7 +148,7 @@ def test_torch_has(dotted: str) -> None:
     elif dotted in INSTANCES:
         assert hasattr(INSTANCES[dotted](), name)
     elif dotted == library.OPTIONAL and not torch.backends.cuda.is_built():
-        pytest.skip("a torch that was built without CUDA has none")
+        pytest.skip("no such case: a torch that was built without CUDA has none")
     elif dotted == dropins.FLAT_LAYOUT and torch.__version__ < "2.12":
         pytest.skip("since torch 2.12")
     else:

@@ -57,7 +57,7 @@ def _none_idle() -> Iterator[None]:
         yield
     finally:
         for niceness, some in kept.items():
-            threads._idle[niceness].extend(some)
+            threads._idle_of(niceness).extend(some)
 
 
 def _mapped_bytes() -> int:
