@@ -31,6 +31,7 @@ from tests.support.strangers import Flood
 from tests.support.ways import by, patched, taking
 from torchrelay.errors import PeerLostError
 from torchrelay.resharding.gather import Gather
+from torchrelay.transports.meeting.node import DataTicket, Node
 from torchrelay.transports.routes.memory import MemoryFetch
 from torchrelay.transports.streams.chunk_receiver import ChunkReceiver
 from torchrelay.transports.streams.chunk_sender import ChunkSender
@@ -213,6 +214,26 @@ def asks_again(rank: int, group: Any) -> Any:
 def test_a_source_gives_the_part_of_one_that_was_lost_by_any_route(pool3: Any, way: str) -> None:
     _, _, (asked, failed) = pool3.run(by, way, asks_again, fresh_group=True, timeout=90)
     assert asked == [0, 0, 1] and list(failed) == [1], (asked, failed)
+
+
+def late_connection(rank: int, group: Any) -> Any:
+    """Rank 2 asks rank 0 again: a connection for the first question, which may come late, says
+    another number than those for the second."""
+    tickets: list[DataTicket] = []
+    original: Any = Node.connect_data
+
+    def connect(self: Node, address: Any, ticket: DataTicket, *args: Any) -> Any:
+        tickets.append(ticket)
+        return original(self, address, ticket, *args)
+
+    with patched(Node, connect_data=connect):
+        out = asks_again(rank, group)
+    return out, [one.broken for one in tickets if one.transfer == tickets[-1].transfer]
+
+
+def test_connections_of_an_earlier_question_are_not_taken_for_those_of_the_next(pool3: Any) -> None:
+    _, _, (_, numbers) = pool3.run(by, "tcp", late_connection, fresh_group=True, timeout=90)
+    assert sorted(set(numbers)) == [0, 1], numbers
 
 
 # Slow peers

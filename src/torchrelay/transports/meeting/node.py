@@ -40,8 +40,11 @@ JOIN_SECONDS = 10.0  # for an authenticated peer to say what it wants
 
 
 class DataTicket(NamedTuple):
-    """What admits data connections to a transfer: new ones, after some have `broken`, are not taken
-    for the old."""
+    """What admits data connections to a transfer.
+
+    New ones, after some have `broken` or have brought all that was asked for, have another number:
+    one of the old that arrives late is not taken for them, and no chunk goes where nobody reads.
+    """
 
     transfer: bytes
     key: bytes

@@ -60,6 +60,9 @@ class TcpGo(msgspec.Struct, array_like=True, frozen=True):
     upstream: m.NodeAddress | None = None  # of the receiver that feeds this one; None: the sender
     depth: m.Count = 0
     downstream: tuple[m.Id, m.Key] | None = None  # admits the receiver that is fed from here
+    broken: m.Count = (
+        0  # the number of the first connections to the sender, which may have had some
+    )
 
 
 _read_answer, _read_go = m.reader(TcpAnswer), m.reader(TcpGo)
@@ -73,6 +76,7 @@ class TcpService(r.RouteService):
         self._stack = ExitStack()
         self._feed: ChunkSender | None = None
         self._count = self._asked = self._restarts = 0
+        self._tickets = 0  # that were given out; connections with an earlier one are not taken
 
     def begin(self, outgoing: Outgoing, accept: m.Accept, link: r.Link) -> bytes:
         chunks = outgoing.snapshot.chunks
@@ -82,11 +86,12 @@ class TcpService(r.RouteService):
         self.close()  # of an earlier acceptance
         self.outgoing, self._count = outgoing, len(chunks)
         self._asked = self._restarts = 0
+        ticket = self._tickets
         self._start([] if link.address is not None else range(self._count))
         tickets = self._receiver.tickets
         downstream = None if link.downstream is None else tickets[link.downstream][:2]
         key = tickets[link.rank].key
-        return m.write(TcpGo(key, count, link.address, link.depth, downstream))
+        return m.write(TcpGo(key, count, link.address, link.depth, downstream, ticket))
 
     def _start(self, chunks: Sequence[int]) -> None:
         outgoing, receiver = self.outgoing, self._receiver
@@ -94,7 +99,8 @@ class TcpService(r.RouteService):
         hashed = outgoing.note_digest if outgoing.hashes else None
         self._feed = ChunkSender(outgoing.borrow, receiver.report, hashed)
         self._feed.put(chunks)
-        ticket = receiver.tickets[receiver.rank]._replace(broken=self._restarts)
+        ticket = receiver.tickets[receiver.rank]._replace(broken=self._tickets)
+        self._tickets += 1
         self._stack.enter_context(receiver.member.node.expect(ticket, _add_to(self._feed)))
 
     def need(self, chunks: Sequence[int], *, restart: bool) -> None:
@@ -172,17 +178,20 @@ class TcpFetch(r.RouteFetch):
             ticket, add = DataTicket(*self._go.downstream), _add_to(self._downstream)
             self._stack.enter_context(self._talk.node.expect(ticket, add))
         if self._go.upstream is None:
-            self._direct = self._connect(self._talk.address)
+            self._direct = self._connect_to_sender()
         else:
-            self._upstream = self._connect(self._go.upstream)
+            self._upstream = self._connect(self._go.upstream, 0)
         while self._expected:
             self._handle(self._talk.next("data", TICK if self._patience else float("inf")))
             self._look_around()
 
-    def _connect(self, address: m.NodeAddress) -> Feed:
+    def _connect_to_sender(self) -> Feed:
+        return self._connect(self._talk.address, self._go.broken + self._broken)
+
+    def _connect(self, address: m.NodeAddress, broken: int) -> Feed:
         """Data connections to a process that feeds this one."""
         talk, node = self._talk, self._talk.node
-        ticket = DataTicket(self._incoming.offer.transfer, self._go.key, self._broken)
+        ticket = DataTicket(self._incoming.offer.transfer, self._go.key, broken)
 
         def connect(over: Callable[[], bool]) -> DataSocket:
             return DataSocket(node.connect_data(address, ticket, talk.deadline, over))
@@ -225,7 +234,7 @@ class TcpFetch(r.RouteFetch):
         fresh = self._direct is None
         self._talk.send(m.Need(tuple(chunks), restart=fresh and self._broken > 0))
         if fresh:
-            self._direct = self._connect(self._talk.address)
+            self._direct = self._connect_to_sender()
 
     # Losses
 
