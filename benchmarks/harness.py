@@ -40,6 +40,8 @@ class Ranks:
 
     def __init__(self, size: int, *, parents: bool = False) -> None:
         self.size = size
+        self.failed = False
+        """Whether a call has failed: no other can follow then."""
         self._scratch = tempfile.mkdtemp(prefix="torchrelay-bench-")
         self._conns: list[Connection] = []
         self._processes = []
@@ -84,7 +86,13 @@ class Ranks:
 
         `group` is theirs alone; the other ranks stand by.
         """
-        chosen = self.size if count is None else count
+        try:
+            return self._run(fn, args, self.size if count is None else count)
+        except RankFailed:
+            self.failed = True
+            raise
+
+    def _run(self, fn: Callable[..., Any], args: tuple[Any, ...], chosen: int) -> list[Any]:
         for conn in self._conns:
             conn.send((chosen, fn, args))
         deadline = time.monotonic() + SECONDS

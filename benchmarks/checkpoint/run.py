@@ -20,7 +20,11 @@ def run(options: Options) -> Iterator[Row]:
 
         def crew(own: ExitStack, count: int) -> Crew:
             # New processes for each part: a heap that has grown would make memory look cheap.
-            return Crew(few.get(count) or own.enter_context(Ranks(count, parents=True)), count)
+            if not options.small:
+                return Crew(own.enter_context(Ranks(count, parents=True)), count)
+            if few[count].failed:  # ranks of which one has failed end
+                few[count] = shared.enter_context(Ranks(count, parents=True))
+            return Crew(few[count], count)
 
         for part, count in ((one_process, 1), (two_ranks, 2)):
             with ExitStack() as own:

@@ -197,7 +197,8 @@ class Relay:
         resharded for the tensors of `into`, whatever their mesh. `into=None` creates whole tensors.
         It is always staged, and commits only when all sources have confirmed that their states are
         unchanged. A source that is lost, or silent for `join_window`, is in `report.failed` if the
-        others have its part. Values and plain tensors are those of the first source.
+        others have its part. Values and plain tensors are those of the first source. Pass `step`
+        if a source may send this rank several states at once: without it such sends are refused.
         """
         sources = self._peers(source)
         if not sources:

@@ -46,6 +46,8 @@ def test_it_trains_on(api: str, job: str, pools: dict[int, Any], tmp_path: Path)
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("api", matrix.APIS)
 def test_on_every_number_of_ranks(api: str, pools: dict[int, Any], tmp_path: Path) -> None:
+    if api == "torchft" and not find_torchft():
+        pytest.skip(MISSING)
     cells = [cell for job in JOBS for cell in matrix.cells(api, job, all_ranks=True)]
     problems = {cell: problem for cell in cells if (problem := matrix.run(cell, pools, tmp_path))}
     assert problems == {}

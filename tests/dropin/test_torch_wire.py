@@ -115,7 +115,7 @@ def ours_to_stock(rank: int, group: ProcessGroup) -> None:
 
 
 def test_a_stock_receiver_reads_what_we_send(pool2: RankPool) -> None:
-    pool2.run(ours_to_stock)
+    pool2.run(ours_to_stock, fresh_group=True)
 
 
 def ours_to_stock_in_place(rank: int, group: ProcessGroup) -> None:
@@ -131,7 +131,7 @@ def ours_to_stock_in_place(rank: int, group: ProcessGroup) -> None:
 
 
 def test_a_stock_receiver_takes_it_in_place(pool2: RankPool) -> None:
-    pool2.run(ours_to_stock_in_place)
+    pool2.run(ours_to_stock_in_place, fresh_group=True)
 
 
 def ours_to_many(rank: int, group: ProcessGroup) -> None:
@@ -144,7 +144,7 @@ def ours_to_many(rank: int, group: ProcessGroup) -> None:
 
 
 def test_several_receivers_of_both_kinds(pool4: RankPool) -> None:
-    pool4.run(ours_to_many)
+    pool4.run(ours_to_many, fresh_group=True)
 
 
 def refuses_before_a_byte(rank: int, group: ProcessGroup) -> None:
@@ -159,7 +159,7 @@ def refuses_before_a_byte(rank: int, group: ProcessGroup) -> None:
 
 
 def test_a_refused_leaf_leaves_no_message_behind(pool2: RankPool) -> None:
-    pool2.run(refuses_before_a_byte)
+    pool2.run(refuses_before_a_byte, fresh_group=True)
 
 
 # A stock sender, and we receive ------------------------------------------------------------------
@@ -180,7 +180,7 @@ def stock_to_ours(rank: int, group: ProcessGroup) -> None:
 
 
 def test_we_read_what_a_stock_sender_sends(pool2: RankPool) -> None:
-    pool2.run(stock_to_ours)
+    pool2.run(stock_to_ours, fresh_group=True)
 
 
 def stock_odd_storage(rank: int, group: ProcessGroup) -> None:
@@ -195,7 +195,7 @@ def stock_odd_storage(rank: int, group: ProcessGroup) -> None:
 
 
 def test_storage_that_is_no_whole_number_of_items(pool2: RankPool) -> None:
-    pool2.run(stock_odd_storage)
+    pool2.run(stock_odd_storage, fresh_group=True)
 
 
 def stock_to_ours_in_place(rank: int, group: ProcessGroup) -> None:
@@ -222,7 +222,7 @@ def stock_to_ours_in_place(rank: int, group: ProcessGroup) -> None:
 
 
 def test_in_place_writes_the_destinations_and_nothing_beside_them(pool2: RankPool) -> None:
-    pool2.run(stock_to_ours_in_place)
+    pool2.run(stock_to_ours_in_place, fresh_group=True)
 
 
 def stock_to_ours_with_ties(rank: int, group: ProcessGroup) -> None:
@@ -239,7 +239,7 @@ def stock_to_ours_with_ties(rank: int, group: ProcessGroup) -> None:
 
 def test_tied_and_overlapping_tensors_are_filled(pool2: RankPool) -> None:
     """A stock sender sends each of them, and does not say that they share memory."""
-    pool2.run(stock_to_ours_with_ties)
+    pool2.run(stock_to_ours_with_ties, fresh_group=True)
 
 
 SENT = {"first": torch.ones(4), "second": torch.ones(2, 3), "last": torch.ones(2)}
@@ -277,7 +277,7 @@ def stock_to_misfit(rank: int, group: ProcessGroup, what: str) -> None:
 
 @pytest.mark.parametrize("what", MISFITS)
 def test_a_misfit_writes_nothing_and_the_next_transfer_is_right(pool2: RankPool, what: str) -> None:
-    pool2.run(stock_to_misfit, what)
+    pool2.run(stock_to_misfit, what, fresh_group=True)
 
 
 def value_for_tensor(rank: int, group: ProcessGroup) -> None:
@@ -291,7 +291,7 @@ def value_for_tensor(rank: int, group: ProcessGroup) -> None:
 
 
 def test_a_value_sent_for_a_tensor_is_a_misfit(pool2: RankPool) -> None:
-    pool2.run(value_for_tensor)
+    pool2.run(value_for_tensor, fresh_group=True)
 
 
 def quantized_from_stock(rank: int, group: ProcessGroup) -> None:
@@ -307,7 +307,7 @@ def quantized_from_stock(rank: int, group: ProcessGroup) -> None:
 
 @pytest.mark.filterwarnings("ignore")
 def test_a_quantized_tensor_is_refused_and_not_taken_for_integers(pool2: RankPool) -> None:
-    pool2.run(quantized_from_stock)
+    pool2.run(quantized_from_stock, fresh_group=True)
 
 
 class Payload:
@@ -404,7 +404,7 @@ def dtensors(rank: int, group: ProcessGroup, sender_is_stock: bool) -> None:
 
 @pytest.mark.parametrize("sender_is_stock", [True, False])
 def test_dtensors(pool2: RankPool, sender_is_stock: bool) -> None:
-    pool2.run(dtensors, sender_is_stock)
+    pool2.run(dtensors, sender_is_stock, fresh_group=True)
 
 
 def sharded_into_replicated(rank: int, group: ProcessGroup) -> None:
@@ -423,7 +423,7 @@ def sharded_into_replicated(rank: int, group: ProcessGroup) -> None:
 
 
 def test_a_sharded_source_does_not_fill_a_replicated_destination(pool2: RankPool) -> None:
-    pool2.run(sharded_into_replicated)
+    pool2.run(sharded_into_replicated, fresh_group=True)
 
 
 def _sharded(rank: int) -> Any:
@@ -460,7 +460,7 @@ def sharded(rank: int, group: ProcessGroup) -> None:
 def test_sharded_tensors_are_refused_by_path_and_the_next_transfer_is_right(
     pool2: RankPool,
 ) -> None:
-    pool2.run(sharded)
+    pool2.run(sharded, fresh_group=True)
 
 
 def more_than_free(rank: int, group: ProcessGroup) -> str:
@@ -476,7 +476,7 @@ def more_than_free(rank: int, group: ProcessGroup) -> str:
 
 def test_a_state_that_does_not_fit_is_refused_with_figures(pool2: RankPool) -> None:
     """The sender, which knows nothing of it, finishes."""
-    found = pool2.run(more_than_free)[1]
+    found = pool2.run(more_than_free, fresh_group=True)[1]
     assert "4194304 bytes of memory are needed, and 3145728 are free" in found
 
 
@@ -496,4 +496,4 @@ def mesh_for_another_process(rank: int, group: ProcessGroup) -> bool:
 
 def test_a_mesh_is_of_use_to_a_stock_receiver(pool2: RankPool) -> None:
     """Hashes differ between processes, and the fields of a mesh between releases of torch."""
-    assert pool2.run(mesh_for_another_process) == [True, True]
+    assert pool2.run(mesh_for_another_process, fresh_group=True) == [True, True]

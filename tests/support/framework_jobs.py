@@ -83,6 +83,8 @@ def _be_rank(
 ) -> None:
     torch.set_num_threads(1)
     os.environ.update(environment)
+    # Jobs train on the CPU: a framework would give each rank a GPU of its own.
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
     if environment:
         os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank))
     train(folder, name, die_at)

@@ -53,6 +53,7 @@ class Recorder:
         self.effects: list[Effect] = []
         self.answers: dict[tuple[str, int], str] = {}
         self.changed = False
+        self.another = False
         self._dropped: set[int] = set()
 
     def names(self, rank: int) -> list[str]:
@@ -73,6 +74,9 @@ class Recorder:
 
     def offer(self, peer: Peer, several: bool) -> None:
         self._note(peer, "offer", (peer.join, several))
+
+    def another_came(self, peer: Peer) -> bool:
+        return self.another
 
     def go(self, peer: Peer, link: Link) -> None:
         assert link.rank == peer.rank

@@ -236,6 +236,22 @@ def test_a_receiver_that_has_all_is_told_to_commit() -> None:
     assert made.peers[1].stage is Stage.CONFIRMED
 
 
+def test_a_receiver_of_parts_that_could_have_got_two_states_commits_none() -> None:
+    """Another state was sent to it meanwhile, and it did not say which step it wants."""
+    for join, refused in (
+        (Join(parts=True, address=AT), True),
+        (Join(step=5, parts=True, address=AT), False),
+        (Join(address=AT), False),
+    ):
+        made, recorder = machine([1], step=5)
+        made.joined(1, join, False, 0.0)
+        made.heard(1, PARTS, 0.1)
+        recorder.another = True
+        made.heard(1, Fetched(), 0.2)
+        assert (made.peers[1].stage is Stage.REFUSED) == refused
+        assert recorder.names(1)[-2:] == (["Abort", "drop"] if refused else ["go", "confirm"])
+
+
 def test_nobody_commits_a_state_that_has_changed() -> None:
     made, recorder = at(Stage.ACTIVE, others=1)
     made.joined(2, Join(address=AT), False, 0.0)

@@ -24,6 +24,7 @@ class OpenSend:
     window: float  # seconds
     inbox: Any = None  # takes its receivers
     wanted: set[int] = field(default_factory=set)
+    beside: frozenset[int] = frozenset()  # ranks for which another send was open meanwhile
 
     def __post_init__(self) -> None:
         self.wanted = set(self.ranks)
@@ -55,6 +56,11 @@ class Matcher:
         self._joins: list[ReceiverJoined] = []
 
     def open(self, send: OpenSend) -> None:
+        # Both stay marked when one of them ends. A receiver that named no step, and was refused one
+        # of them, must not take the other beside the first of another rank.
+        for other in self._sends:
+            shared = send.ranks & other.ranks
+            send.beside, other.beside = send.beside | shared, other.beside | shared
         self._sends.append(send)
 
     def close(self, send: OpenSend) -> None:
@@ -63,6 +69,9 @@ class Matcher:
 
     def join(self, join: ReceiverJoined) -> None:
         join.undecided_since = None
+        for other in self._joins:
+            if other.rank == join.rank:
+                join.several = other.several = True
         self._joins.append(join)
 
     def leave(self, join: ReceiverJoined) -> None:
@@ -75,9 +84,7 @@ class Matcher:
             send = next((one for one in self._sends if one.fits(join.rank, join.step)), None)
             if send is None:
                 continue
-            sends = sum(join.rank in one.ranks for one in self._sends)
-            joins = sum(one.rank == join.rank for one in self._joins)
-            join.several = sends > 1 or joins > 1
+            join.several = join.several or join.rank in send.beside
             self._joins.remove(join)
             send.wanted.discard(join.rank)
             yield join, send

@@ -249,6 +249,9 @@ class Sending:
             # Devices hash what lies there: the receiver is likely to ask for it.
             self._workers.submit(self._outgoing.hash_on_devices)
 
+    def another_came(self, peer: Peer) -> bool:
+        return peer.rank in self._open.beside
+
     def _make_offer(self, peer: Peer, join: m.Join, several: bool) -> m.Offer:
         """A record, and the routes by which the bytes can travel."""
         outgoing = self._outgoing

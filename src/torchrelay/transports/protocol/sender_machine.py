@@ -48,6 +48,9 @@ class Effects(Protocol):
     def offer(self, peer: Peer, several: bool) -> None:
         """Make an offer to a receiver that has joined."""
 
+    def another_came(self, peer: Peer) -> bool:
+        """Whether another state was sent to a receiver while this one was."""
+
     def go(self, peer: Peer, link: Link) -> None:
         """Begin to serve a receiver."""
 
@@ -113,9 +116,7 @@ class SenderMachine:
         if not (reason := self.wrong_step(join)):
             self._attempt(peer, self.effects.offer, several)
         else:
-            peer.refuse(m.Refuse("step", reason))
-            self.effects.send(peer, m.Abort(reason, kind="step"))
-            self.effects.drop(peer)
+            self._refuse_step(peer, reason)
         return True
 
     def wrong_step(self, join: m.Join) -> str:
@@ -123,6 +124,11 @@ class SenderMachine:
         if join.step in (None, self.options.step):
             return ""
         return f"step {self.options.step} is offered, step {join.step} was asked for"
+
+    def _refuse_step(self, peer: Peer, reason: str) -> None:
+        peer.refuse(m.Refuse("step", reason))
+        self.effects.send(peer, m.Abort(reason, kind="step"))
+        self.effects.drop(peer)
 
     def end_join(self, now: float) -> None:
         """No one else is waited for: those who wait for the others begin."""
@@ -168,12 +174,20 @@ class SenderMachine:
                 peer.rerouted = peer.rerouted or peer.chained
             self._attempt(peer, self.effects.serve, message)
         elif peer.stage is Stage.ACTIVE and isinstance(message, m.Fetched):
-            self.effects.confirm(peer)
-            peer.stage = Stage.CONFIRMED
+            self._fetched(peer)
         elif peer.stage is Stage.CONFIRMED and isinstance(message, m.Done):
             peer.stage = Stage.DONE
         else:
             self._out_of_turn(peer, message)
+
+    def _fetched(self, peer: Peer) -> None:
+        assert peer.join is not None
+        if peer.join.parts and peer.join.step is None and self.effects.another_came(peer):
+            # A receiver from several ranks could have this state from one and that from another.
+            self._refuse_step(peer, "several states are sent to this rank: say which by step=")
+        else:
+            self.effects.confirm(peer)
+            peer.stage = Stage.CONFIRMED
 
     def _accepted(self, peer: Peer, accept: m.Accept) -> None:
         again = accept.reads is not None and peer.stage in (Stage.ACTIVE, Stage.CONFIRMED)
