@@ -53,7 +53,7 @@ def test_demo_runs_and_every_claim_holds(started: Callable[..., Ended], tmp_path
     check(shown, done)
     text = " ".join(done.stdout.split())
     assert text.count(" ok ") == 3 and "FAILED" not in text
-    assert text.count("all workers are ended and started again") == 2
+    assert text.count("all workers are ended and started again") == 2, done.stdout
     assert "\x1b" not in done.stdout, "escape codes in output that is not a terminal's"
     for word in ("Traceback", "Warning"):
         assert word not in done.stdout + done.stderr

@@ -12,6 +12,7 @@ import io
 import os
 import pickle
 import random
+import re
 import shutil
 import time
 from collections.abc import Callable, Iterator
@@ -75,11 +76,11 @@ def place(kept_place: Place) -> Iterator[Place]:
 
 def falls_back(place: Place) -> None:
     """`load` gives step 1 and says why."""
-    with pytest.warns(
-        RuntimeWarning, match="step 2 .* is damaged or gone, and is skipped"
-    ) as warned:
+    said = "step 2 .* is damaged or gone, and is skipped"
+    with pytest.warns(RuntimeWarning, match=said) as warned:
         loaded = place.checkpointer.load()
-    assert len(warned) == 1
+    # Others may be of what another test left to the collector.
+    assert sum(bool(re.match(said, str(one.message))) for one in warned) == 1
     assert loaded.step == 1 and which(loaded.state, [1]) == 1
     assert [attempt.step for attempt in loaded.report.attempts] == [2]
 

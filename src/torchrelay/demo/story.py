@@ -160,6 +160,9 @@ class Story:
         self._tries += 1
         if self._tries > self.patience:
             raise LaunchError(f"workers fail again and again:\n{''.join(self._failures[-1:])}")
+        if self._failures and (self._trouble is None or self._tries > 1):  # nobody killed it
+            reason = self._failures[-1].strip().splitlines()[-1]
+            self._on_event(f"a worker has failed: {reason}")
         if self._trouble is None or self._trouble.brought:
             self._trouble = Comeback(None, self._last)
         self._trouble.noticed = time.monotonic()

@@ -114,13 +114,13 @@ def test_a_send_that_is_being_served_counts() -> None:
     assert [join.several for join, _ in matcher.matches()] == [True]
 
 
-def test_a_send_beside_which_another_was_open_stays_marked() -> None:
+def test_sends_that_were_open_at_once_stay_marked() -> None:
     """The first is refused to a receiver that asked for no step. The second alone would not do
     either: that receiver asked other ranks too, and they may have served it the other state."""
     matcher = Matcher()
     first, second = opened(matcher, None, 1), opened(matcher, None, 1)
     opened(matcher, None, 2)
-    assert first.beside == second.beside == {1}
+    assert first.overlaps == second.overlaps == {1}
     matcher.close(first)
     joined(matcher, 1)
     joined(matcher, 2)
@@ -194,8 +194,10 @@ class AnyOrder(RuleBasedStateMachine):
         self.served: dict[OpenSend, list[int]] = {}
         self.refused: list[ReceiverJoined] = []
         self.undecided: dict[ReceiverJoined, float] = {}
-        self.beside: dict[OpenSend, set[int]] = {}  # ranks for which another was open meanwhile
-        self.rivals: set[ReceiverJoined] = set()  # joins beside which another of the rank waited
+        self.overlaps: dict[OpenSend, set[int]] = {}  # ranks for which another was open meanwhile
+        self.rivals: set[ReceiverJoined] = (
+            set()
+        )  # joins that waited while another of their rank did
 
     def match(self) -> None:
         for join, send in self.matcher.matches():
@@ -204,7 +206,7 @@ class AnyOrder(RuleBasedStateMachine):
             assert join.rank not in self.served[send], "served twice"
             older = self.sends[: self.sends.index(send)]
             assert not any(self.fits(one, join) for one in older), "an older one fits"
-            assert join.several == (join.rank in self.beside[send] or join in self.rivals)
+            assert join.several == (join.rank in self.overlaps[send] or join in self.rivals)
             self.waiting.remove(join)
             self.served[send].append(join.rank)
         found, again = self.matcher.wrong_steps(self.now)
@@ -235,10 +237,10 @@ class AnyOrder(RuleBasedStateMachine):
     @rule(step=STEPS, ranks=st.frozensets(RANKS, min_size=1))
     def open(self, step: int | None, ranks: frozenset[int]) -> None:
         send = OpenSend(step, ranks, WINDOW)
-        self.beside[send] = set()
+        self.overlaps[send] = set()
         for other in self.sends:
-            self.beside[send] |= ranks & other.ranks
-            self.beside[other] |= ranks & other.ranks
+            self.overlaps[send] |= ranks & other.ranks
+            self.overlaps[other] |= ranks & other.ranks
         self.sends.append(send)
         self.served[send] = []
         self.matcher.open(send)

@@ -24,7 +24,7 @@ class OpenSend:
     window: float  # seconds
     inbox: Any = None  # takes its receivers
     wanted: set[int] = field(default_factory=set)
-    beside: frozenset[int] = frozenset()  # ranks for which another send was open meanwhile
+    overlaps: frozenset[int] = frozenset()  # ranks for which another send was open meanwhile
 
     def __post_init__(self) -> None:
         self.wanted = set(self.ranks)
@@ -57,10 +57,10 @@ class Matcher:
 
     def open(self, send: OpenSend) -> None:
         # Both stay marked when one of them ends. A receiver that named no step, and was refused one
-        # of them, must not take the other beside the first of another rank.
+        # of them, must not take the other together with the first of another rank.
         for other in self._sends:
             shared = send.ranks & other.ranks
-            send.beside, other.beside = send.beside | shared, other.beside | shared
+            send.overlaps, other.overlaps = send.overlaps | shared, other.overlaps | shared
         self._sends.append(send)
 
     def close(self, send: OpenSend) -> None:
@@ -84,7 +84,7 @@ class Matcher:
             send = next((one for one in self._sends if one.fits(join.rank, join.step)), None)
             if send is None:
                 continue
-            join.several = join.several or join.rank in send.beside
+            join.several = join.several or join.rank in send.overlaps
             self._joins.remove(join)
             send.wanted.discard(join.rank)
             yield join, send

@@ -250,7 +250,7 @@ class Sending:
             self._workers.submit(self._outgoing.hash_on_devices)
 
     def another_came(self, peer: Peer) -> bool:
-        return peer.rank in self._open.beside
+        return peer.rank in self._open.overlaps
 
     def _make_offer(self, peer: Peer, join: m.Join, several: bool) -> m.Offer:
         """A record, and the routes by which the bytes can travel."""
