@@ -175,6 +175,15 @@ def test_a_dtype_is_a_floating_one(dtype: Any) -> None:
         Encoding(dtype=dtype)
 
 
+@pytest.mark.parametrize("name", ["float8_block", "no_such_encoding"])
+def test_encodings_that_do_not_exist_are_refused(name: str) -> None:
+    """There is no float8 with scales of ours: engines quantize in layouts of their own."""
+    with pytest.raises(TypeError, match=f"unexpected keyword argument '{name}'"):
+        Encoding(**{name: 128})
+    with pytest.raises(UsageError, match="encoding is an Encoding, not str"):
+        tr.serve({"w": torch.ones(2, 2)}, step=1, encoding=name, timeout=60)  # type: ignore[arg-type]
+
+
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here: run it where there is one")
 def test_tensors_on_a_gpu_are_cast_there() -> None:
     state = {

@@ -238,14 +238,6 @@ def test_a_zero_tensor_is_kept_as_zeros_by_other_ways(way: str, tmp_path: Path) 
     assert got["z"].shape == (3,) and not got["z"].any()
 
 
-def test_memory_that_is_not_there_is_not_quantized(tmp_path: Path) -> None:
-    encoding = Encoding(float8_block=2)
-    with pytest.raises(UnsupportedLeafError, match="made smaller") as caught:
-        published({"a": torch.ones(2, 2), "w": transposed()}, tmp_path, encoding=encoding)
-    assert caught.value.path == "w"
-    published({"w": torch._efficientzerotensor((2, 2))}, tmp_path, encoding=encoding)
-
-
 def test_a_functional_tensor_is_refused_by_path() -> None:
     plain = torch.ones(3)
 

@@ -23,7 +23,6 @@ from torchrelay import dropin, errors
 from torchrelay.dropin import stock_dcp
 from torchrelay.dropin.convert import convert
 from torchrelay.endpoint.encoding import Encoding
-from torchrelay.endpoint.float8 import dequantized
 from torchrelay.endpoint.front import Endpoint
 from torchrelay.endpoint.pull_options import PullOptions
 from torchrelay.endpoint.share import SharedState
@@ -68,7 +67,6 @@ OTHERS: dict[str, dict[str, Any]] = {
         "dropin.Checkpointer": dropin.Checkpointer,
     },
     "torchrelay.weights.mapping": {name: getattr(mapping, name) for name in mapping.__all__},
-    "torchrelay.endpoint.float8": {"dequantized": dequantized},
     "Conversion": {"convert": convert, **{n: getattr(stock_dcp, n) for n in stock_dcp.__all__}},
 }
 

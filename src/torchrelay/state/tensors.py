@@ -16,7 +16,6 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from torchrelay.errors import UnsupportedLeafError, UnsupportedTorchError
-from torchrelay.geometry.strides import contiguous_strides
 from torchrelay.record import manifest as m
 from torchrelay.record.dtypes import ITEM_SIZES
 from torchrelay.state import torch_private as private
@@ -421,21 +420,15 @@ def dtensor(
     return with_flags(built, leaf.flags)
 
 
-def dtensor_like(
-    tensor: DTensor, local: torch.Tensor, shape: Sequence[int] | None = None
-) -> torch.Tensor:
-    """A DTensor around another local tensor, of that one's dtype and in all else as `tensor` is.
-    With a `shape` of its own it is row-major, and neither a parameter nor needs a gradient."""
+def dtensor_like(tensor: DTensor, local: torch.Tensor) -> torch.Tensor:
+    """A DTensor around another local tensor, of that one's dtype and in all else as `tensor` is."""
     from torch.distributed.tensor import DTensor
 
     spec = copy(private.spec_of(tensor))
     assert spec.tensor_meta is not None
-    meta = spec.tensor_meta._replace(dtype=local.dtype)
-    if shape is not None:
-        meta = meta._replace(shape=torch.Size(shape), stride=contiguous_strides(shape))
-    spec.tensor_meta = meta
+    spec.tensor_meta = spec.tensor_meta._replace(dtype=local.dtype)
     built: torch.Tensor = DTensor(local.detach(), spec, requires_grad=False)  # type: ignore[no-untyped-call]
-    return built if shape is not None else with_flags(built, flags_of(tensor))
+    return with_flags(built, flags_of(tensor))
 
 
 def _box(shard: ShardMetadata) -> m.Box:

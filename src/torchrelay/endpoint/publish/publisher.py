@@ -20,7 +20,6 @@ from torchrelay.coordination.coordinator import COORDINATOR, Coordinator
 from torchrelay.coordination.messages import decoded
 from torchrelay.deadlines import Deadline, Timeout
 from torchrelay.endpoint.encoding import Encoding
-from torchrelay.endpoint.float8 import quantized
 from torchrelay.endpoint.publish.device_slots import UNABLE, DeviceSlot, DeviceSlots
 from torchrelay.endpoint.publish.known_plan import KnownPlan, RecordedStep, again
 from torchrelay.endpoint.publish.server_process import ServerProcess
@@ -99,14 +98,8 @@ class Publisher:
         self.owner, self._again = Owner(front), f"this {front.lower()} is closed: {again}"
         self._calls = threading.RLock()
         self.closed = False
-        block = self._encoding.float8_block
         self._planner = SharePlanner(
-            ranks.rank,
-            ranks.world,
-            None,
-            ranks.members,
-            self._encoding.dtype,
-            None if block is None else partial(quantized, block=block),
+            ranks.rank, ranks.world, None, ranks.members, self._encoding.dtype
         )
         self.arenas: dict[int, Arena] = {}  # by slot
         self._devices = DeviceSlots()

@@ -61,8 +61,7 @@ class SharePlanner:
     uses again, and no tensor.
 
     `members`: the ranks that take part as meshes count them, where that is known. Replicas of other
-    ranks do not count. `dtype`: that floating tensors are cast to. `prepare`: makes of a state the
-    one that is saved.
+    ranks do not count. `dtype`: that floating tensors are cast to.
     """
 
     rank: int
@@ -70,7 +69,6 @@ class SharePlanner:
     file_bytes: int | None
     members: Collection[int] | None = None
     dtype: torch.dtype | None = None
-    prepare: Callable[[object], object] | None = None
     known: _KnownPlan | None = None
 
     def plan(
@@ -126,9 +124,8 @@ class SavePlan:
     def statement(self) -> bytes:
         """The first message of this rank: digests of its state."""
         planner = self._planner
-        state = self._state if planner.prepare is None else planner.prepare(self._state)
         change = None if self._stand_ins is None else self._stand_ins.replace
-        self._described: Described = describe(state, change)
+        self._described: Described = describe(self._state, change)
         self._signature = _signature(self._described)
         tensors = list(zip(self._described.names, self._described.tensors, strict=True))
         if planner.world == 1:
