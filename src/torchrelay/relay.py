@@ -53,7 +53,7 @@ class Relay:
 
     Bytes take the fastest route that works: memory of a GPU opened by the receiver ("cuda_ipc"),
     host memory read by the receiver ("memory"), device memory moved by a backend such as nccl
-    ("group"), or TCP connections ("tcp"). `route` allows one alone, and is how to ask for "nixl".
+    ("group"), or TCP connections ("tcp"). `route` allows one alone.
     `verify=None` compares digests of what crosses a wire; True, also of what the kernel copies on
     one machine; False, of nothing. On route "tcp" a state goes over at most `connections`
     connections at a time: two to eight by default, by the number of cores.

@@ -88,7 +88,7 @@ def test_routes() -> None:
     found = {
         "memory": {"exact": True, "seconds": 1.0, "speed": 1e9},
         "tcp": {"exact": False, "seconds": 0.1, "speed": 1e9},
-        "nixl": {"why": "not installed"},
+        "group": {"why": "not installed"},
     }
     rows = routes.judge("pair", found, {"memory": 20e9})
     assert [row.verdict for row in rows] == ["slow", "problem", "ok"]

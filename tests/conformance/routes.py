@@ -1,8 +1,7 @@
 """Run the route conformance suite and write its table: `python -m tests.conformance.routes`.
 
 The suite is every test that is parametrized by way (`tests/support/ways.py`): the same test for
-each route, with nothing but the way forced. `--quick` leaves out what the daily suite leaves out,
-but for `nixl`, of which that has few.
+each route, with nothing but the way forced. `--quick` leaves out what the daily suite leaves out.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.ways import WAYS_HERE
+from tests.support.ways import WAYS
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "routes.md"
@@ -47,7 +46,7 @@ def way_of(item: str) -> str:
     """The way that a test takes, by its name; empty where it takes none or several."""
     found = re.search(r"\[(.*)\]", item)
     words = re.split(r"[-_\s]", found[1]) if found else []
-    return next((way for way in WAYS_HERE if way in words), "")
+    return next((way for way in WAYS if way in words), "")
 
 
 class Count:
@@ -64,9 +63,8 @@ class Count:
         items[:] = chosen
 
     def _wanted(self, item: pytest.Item) -> bool:
-        way = way_of(item.nodeid)
         slow = item.get_closest_marker("slow") is not None
-        return bool(way) and not (self._quick and slow and way != "nixl")
+        return bool(way_of(item.nodeid)) and not (self._quick and slow)
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         if report.when != "call" and report.passed:
@@ -78,12 +76,12 @@ class Count:
 
 
 def table(count: Count) -> str:
-    head = f"| | {' | '.join(f'`{way}`' for way in WAYS_HERE)} |\n|---|{'---|' * len(WAYS_HERE)}\n"
+    head = f"| | {' | '.join(f'`{way}`' for way in WAYS)} |\n|---|{'---|' * len(WAYS)}\n"
     rows = []
     for case in CASES:
         cells = [
             f"{count.good[case, way]} of {count.all[case, way]}" if count.all[case, way] else "-"
-            for way in WAYS_HERE
+            for way in WAYS
         ]
         rows.append(f"| {case} | {' | '.join(cells)} |\n")
     return head + "".join(rows)

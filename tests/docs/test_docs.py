@@ -59,7 +59,7 @@ from torchrelay.stores.shares import layout
 from torchrelay.transports.meeting import directory
 from torchrelay.transports.protocol import sender_machine
 from torchrelay.transports.protocol.peers import Stage
-from torchrelay.transports.routes import choice, cuda_ipc, group, memory, nixl, reading, tcp
+from torchrelay.transports.routes import choice, cuda_ipc, group, memory, reading, tcp
 from torchrelay.transports.routes.cuda import handles
 from torchrelay.transports.streams import chunk_sender, sockets
 from torchrelay.transports.wire import handshake, messages
@@ -443,7 +443,7 @@ def test_record_is_as_described(record: type[msgspec.Struct]) -> None:
 
 
 PARTS_OF_MESSAGES = [kind for kind in records(messages) if kind not in messages.MESSAGES]
-ROUTE_RECORDS = records(directory, cuda_ipc, group, handles, memory, nixl, reading, tcp)
+ROUTE_RECORDS = records(directory, cuda_ipc, group, handles, memory, reading, tcp)
 
 
 @pytest.mark.parametrize(

@@ -26,15 +26,13 @@ from tests.support.faults import (
     weights,
 )
 from tests.support.ranks import Ranks, reached
-from tests.support.ways import HAS_NIXL, WAYS, WAYS_HERE, by, every_way, taking
+from tests.support.ways import WAYS, by, every_way, taking
 
 OLD = 100  # seed of the weights that a receiver starts with
 LONG = 25.0  # a deadline that no healthy call comes near to
 SHORT = 1.2
 START = 90.0  # for processes to start on a busy machine
 
-
-NIXL_DATA = [("nixl", "data")] if HAS_NIXL else []
 
 # Killed: one survivor, and a victim for each scene
 
@@ -91,7 +89,7 @@ EVERY_PHASE = [pytest.mark.slow, pytest.mark.timeout(300)]
 def every(spots: dict[str, dict[str, Any]]) -> list[Any]:
     return [
         pytest.param([(way, phase) for phase in spots[way]], marks=EVERY_PHASE, id=f"every-{way}")
-        for way in WAYS_HERE
+        for way in WAYS
     ]
 
 
@@ -107,7 +105,6 @@ def every(spots: dict[str, dict[str, Any]]) -> list[Any]:
                 ("tcp", "commit"),
                 ("tcp", "done"),
                 ("memory", "pass on"),
-                *NIXL_DATA,
             ],
             id="some",
         ),
@@ -146,7 +143,6 @@ def test_sender_survives_receivers_killed(scenes):
                 ("memory", "confirm", False),
                 ("tcp", "confirmed", True),
                 ("ring", "data", False),
-                *((*scene, True) for scene in NIXL_DATA),
             ],
             id="some",
         ),
@@ -156,7 +152,7 @@ def test_sender_survives_receivers_killed(scenes):
                 marks=EVERY_PHASE,
                 id=f"every-{way}-{atomic}",
             )
-            for way in WAYS_HERE
+            for way in WAYS
             for atomic in (True, False)
         ),
     ],
@@ -227,12 +223,9 @@ Stop = tuple[str, int, str, bool]  # way, victim, phase, atomic
 def stopped_scenes(rank: int, group: Any, scenes: list[Stop]) -> list[Any]:
     live, seed, outcomes = weights(OLD), OLD, []
     relays = {}
-    for way in WAYS_HERE:
+    for way in WAYS:
         with taking(way):
             relays[way] = tr.Relay(group, chunk_bytes=CHUNK)
-    if any(way == "nixl" for way, *_ in scenes):  # its agent takes longer to start than `SHORT`
-        relay = relays["nixl"]
-        relay.send(weights(OLD), 1) if rank == 0 else relay.recv(0, timeout=START)
     for number, (way, victim, phase, atomic) in enumerate(scenes):
         relay = relays[way]
         faulty, healthy = 1000 + number, 2000 + number
@@ -317,7 +310,6 @@ def test_stopped_and_continued():
             ("memory", 1, "data", True),
             ("ring", 1, "data", False),
             ("memory", 1, "done", True),
-            *((way, 1, phase, False) for way, phase in NIXL_DATA),
         ]
     )
 

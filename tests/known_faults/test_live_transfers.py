@@ -21,7 +21,6 @@ from torchrelay.plan.snapshot import Snapshot
 from torchrelay.resharding.gather import Gather
 from torchrelay.transports.protocol.receiver import Receiving
 from torchrelay.transports.protocol.sender import Sending
-from torchrelay.transports.routes.nixl import Agent
 from torchrelay.transports.wire.messages import Confirmed, Digests, Go, Offer
 
 OLD, NEW = 100, 1
@@ -303,31 +302,6 @@ def test_a_device_that_has_no_memory_is_refused_before_anything_is_received(
     pool2: Any, device: str
 ) -> None:
     assert pool2.run(onto, device, fresh_group=True) == [None, ("UsageError", NEW)]
-
-
-class Reads:
-    """NIXL's agent, as far as reads that were given up go."""
-
-    def __init__(self) -> None:
-        self.under_way: set[int] = set()
-        self.released: list[int] = []
-
-    def check_xfer_state(self, handle: int) -> str:
-        return "PROC" if handle in self.under_way else "DONE"
-
-    def release_xfer_handle(self, handle: int) -> None:
-        self.released.append(handle)
-
-
-def test_reads_of_nixl_that_were_given_up_are_forgotten_when_they_are_over() -> None:
-    agent = Agent.__new__(Agent)
-    agent._agent = reads = Reads()
-    agent._abandoned = {}
-    for number in range(1000, 2000):
-        reads.under_way = {number}
-        agent.abandon(number, torch.empty(10))
-        assert len(agent._abandoned) <= 2
-    assert reads.released == list(range(1000, 1999))
 
 
 # Cost

@@ -17,13 +17,12 @@ import torch.distributed as dist
 import torchrelay as tr
 from tests.support.faults import CHUNK, GRACE, attempt, received, same, sent, verdict, weights
 from tests.support.ranks import RankPool, run_ranks
-from tests.support.ways import by, every_route, every_way, patched, refused_soon
+from tests.support.ways import by, every_way, patched, refused_soon
 from torchrelay.memory.threads import IDLE
 from torchrelay.transports.protocol import receiver as receiver_module
 from torchrelay.transports.protocol.sender import Sending
 from torchrelay.transports.routes import outgoing as outgoing_module
 from torchrelay.transports.routes.memory import MemoryFetch
-from torchrelay.transports.routes.nixl import NixlFetch
 from torchrelay.transports.routes.reading import ReadingFetch
 from torchrelay.transports.streams import sockets
 from torchrelay.transports.streams.sockets import DataSocket
@@ -456,14 +455,13 @@ def changed_while_sent(rank: int, group: Any, way: str) -> Any:
     store = group.get_group_store()
     if rank == 1:
         live = {"w": torch.zeros(size, dtype=torch.uint8)}
-        reader: Any = NixlFetch if way == "nixl" else MemoryFetch
-        begin = reader._begin
+        begin = MemoryFetch._begin
 
         def later(self: Any) -> None:
             store.wait(["changed"])
             begin(self)
 
-        with patched(reader, _begin=later):
+        with patched(MemoryFetch, _begin=later):
             out = attempt(lambda: relay.recv(0, into=live))
         return out, int(live["w"].max())
     state = {"w": torch.ones(size, dtype=torch.uint8)}
@@ -560,8 +558,11 @@ def corrupted(rank: int, group: Any, way: str, bad: list[int], atomic: bool) -> 
     relay = tr.Relay(group, chunk_bytes=CHUNK, timeout=LONG, verify=True)
     if rank == 0:
         return sent(relay, 1, 1, LONG)
-    owner: Any = DataSocket if way == "tcp" else ReadingFetch if way == "nixl" else MemoryFetch
-    name = {"tcp": "take_chunk", "memory": "_read_and_hash"}.get(way, "_land")
+    places: dict[str, tuple[Any, str]] = {
+        "tcp": (DataSocket, "take_chunk"),
+        "memory": (MemoryFetch, "_read_and_hash"),
+    }
+    owner, name = places.get(way, (ReadingFetch, "_land"))
     original, count, lock = getattr(owner, name), [0], threading.Lock()
 
     def spoils() -> bool:
@@ -571,7 +572,7 @@ def corrupted(rank: int, group: Any, way: str, bad: list[int], atomic: bool) -> 
 
     def spoiled(self: Any, *args: Any, **options: Any) -> Any:
         spoil = spoils()
-        if way in ("ring", "nixl"):
+        if name == "_land":
             if spoil:
                 args[1][args[1].numel() // 2] ^= 0x10
             return original(self, *args)
@@ -587,7 +588,7 @@ def corrupted(rank: int, group: Any, way: str, bad: list[int], atomic: bool) -> 
 
 
 @pytest.mark.parametrize("atomic", [True, False])
-@every_route
+@every_way
 def test_a_corrupted_chunk_is_asked_for_again(pool2, way, atomic):
     clean, chunks = pool2.run(by, way, corrupted, way, [], atomic)[1]
     assert clean.weights == 1

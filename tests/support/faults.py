@@ -18,7 +18,6 @@ from torchrelay.transports.protocol.receiver import Receiving
 from torchrelay.transports.protocol.sender import Sending
 from torchrelay.transports.routes.host.ring import RingFiller
 from torchrelay.transports.routes.memory import MemoryFetch
-from torchrelay.transports.routes.nixl import NixlFetch
 from torchrelay.transports.routes.route import RouteFetch
 from torchrelay.transports.routes.tcp import TcpFetch
 from torchrelay.transports.streams.chunk_receiver import ChunkReceiver
@@ -115,7 +114,6 @@ SENDER = {
     "tcp": {**_SENDER, "data": _Spot(ChunkSender, "_send", nth=5)},
     "memory": {**_SENDER, "data": _Spot(Sending, "go", after=True)},
     "ring": {**_SENDER, "data": _Spot(RingFiller, "fill", nth=5)},
-    "nixl": {**_SENDER, "data": _Spot(Sending, "go", after=True)},
 }
 """Where a sender can be held, by way and phase. Where it is read from, it has no part in `data`."""
 
@@ -135,7 +133,6 @@ RECEIVER = {
     },
     "memory": {**_READER, "data": _Spot(MemoryFetch, "_read_batch", nth=5)},
     "ring": {**_READER, "data": _Spot(MemoryFetch, "_take_slot", nth=5)},
-    "nixl": {**_READER, "data": _Spot(NixlFetch, "_finish", nth=5)},
 }
 """Where a receiver can be held. In `data` one of its threads is, and others continue."""
 

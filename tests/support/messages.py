@@ -18,7 +18,6 @@ from torchrelay.transports.routes.cuda.handles import Export
 from torchrelay.transports.routes.group import GroupFacts
 from torchrelay.transports.routes.host.ring import Fill, Ring
 from torchrelay.transports.routes.memory import MemoryFacts, MemoryTable
-from torchrelay.transports.routes.nixl import NixlTable
 from torchrelay.transports.routes.tcp import TcpAnswer, TcpGo
 from torchrelay.transports.wire import messages
 
@@ -32,7 +31,7 @@ def read_as(kind: Any, data: bytes) -> Any:
 
 ROUTE_KINDS: tuple[Any, ...] = (
     *(MemoryFacts, MemoryTable, Ring, Fill),
-    *(Export, GroupFacts, NixlTable, TcpAnswer, TcpGo),
+    *(Export, GroupFacts, TcpAnswer, TcpGo),
 )
 """What the ends of routes send to each other, within messages."""
 OTHER_KINDS: tuple[Any, ...] = (Identity,)

@@ -1,8 +1,7 @@
 """The paths that bytes take between ranks of one machine, each forced in turn.
 
 `tcp`: chunks over data connections. `memory`: the receiver reads the sender's memory. `ring`: that
-is forbidden, and everything goes through shared buffers. `nixl`: the receiver reads through NIXL,
-if that is installed.
+is forbidden, and everything goes through shared buffers.
 """
 
 from __future__ import annotations
@@ -10,7 +9,6 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator
 from functools import partial
-from importlib.util import find_spec
 from typing import Any
 
 import msgspec
@@ -23,16 +21,9 @@ from torchrelay.transports.routes import memory, tcp
 from torchrelay.transports.routes.host import place
 
 WAYS = ("tcp", "memory", "ring")
-VERIFIED = ("tcp", "nixl")
+VERIFIED = ("tcp",)
 """Ways on which digests are compared unless they are not wanted."""
-HAS_NIXL = any(map(find_spec, ("nixl", "nixl_cu12", "nixl_cu13")))
-WAYS_HERE = (*WAYS, "nixl") if HAS_NIXL else WAYS
-_nixl = pytest.mark.skipif(not HAS_NIXL, reason="NIXL is not installed: pip install nixl-cu12")
-every_route = pytest.mark.parametrize("way", [*WAYS, pytest.param("nixl", marks=_nixl)])
-every_way = pytest.mark.parametrize(
-    "way", [*WAYS, pytest.param("nixl", marks=[_nixl, pytest.mark.slow])]
-)
-"""As `every_route`; an agent of NIXL takes a while to start, so some tests leave it for later."""
+every_way = pytest.mark.parametrize("way", WAYS)
 
 PIECE = 64 << 10
 """Bytes of one read, so that a state of a megabyte takes several."""

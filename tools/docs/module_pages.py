@@ -29,7 +29,6 @@ EXTRAS = {  # the extra that brings a package, where it is not a dependency
     "rich": "cli",
     "typer": "cli",
     "obstore": "cloud",
-    "nixl": "nixl",
     "torchft": "torchft",
     "opentelemetry": "metrics",
 }

@@ -19,7 +19,7 @@ from torchrelay.check.report import Finding
 from torchrelay.version import __version__
 
 AREA = "machines"
-PACKAGES = ("numpy", "msgspec", "xxhash", "obstore", "nixl-cu12")
+PACKAGES = ("numpy", "msgspec", "xxhash", "obstore")
 SHM_BYTES = 1 << 30
 DESCRIPTORS = 4096
 MEMLOCK_BYTES = 64 << 20
@@ -176,7 +176,7 @@ def _descriptors(facts: dict[str, Any]) -> Finding:
 def _memlock(facts: dict[str, Any]) -> Finding:
     subject, limit = f"locked memory of {facts['host']}", facts["memlock"]
     if limit is not None and limit < MEMLOCK_BYTES and facts["gpus"]:
-        remedy = "ulimit -l unlimited: RDMA (nccl, NIXL) registers memory, and falls back to TCP"
+        remedy = "ulimit -l unlimited: RDMA (nccl) registers memory, and falls back to TCP"
         return Finding(AREA, subject, "slow", f"at most {_bytes(limit)}", remedy)
     return Finding(
         AREA, subject, "ok", "unlimited" if limit is None else f"at most {_bytes(limit)}"

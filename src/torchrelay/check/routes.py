@@ -25,7 +25,7 @@ CALL_SECONDS = 20.0
 FAR_BELOW = 10  # times below the limit is slow: the library's own cost is well within it ...
 FIXED_SECONDS = 0.5  # ... and this much more may pass on a machine that does other things, too
 TIMES = 3
-HOST_ROUTES = ("memory", "tcp", "nixl")
+HOST_ROUTES = ("memory", "tcp")
 GPU_ROUTES = ("cuda_ipc", "memory", "tcp")
 _SECRET = 32
 _FACTOR = 0x9E3779B1  # of a pattern whose words all differ
@@ -162,11 +162,7 @@ def _wait_for_device(device: str) -> None:
 
 def routes_here(device: str) -> Sequence[str]:
     """The routes to try for a state on a device."""
-    if device != "cpu":
-        return GPU_ROUTES
-    from importlib.util import find_spec
-
-    return [route for route in HOST_ROUTES if route != "nixl" or find_spec("nixl") is not None]
+    return HOST_ROUTES if device == "cpu" else GPU_ROUTES
 
 
 def broadcast_speed(group: Any, nbytes: int, device: str) -> float:

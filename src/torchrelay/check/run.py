@@ -160,7 +160,7 @@ def _transfers(group: Any, device: str, one_host: bool) -> tuple[dict[str, Any],
             return {"tcp": probed}, {}
     found = {}
     for route in routes.routes_here(device):
-        if one_host or route in ("tcp", "nixl"):
+        if one_host or route == "tcp":
             found[route] = routes.transfer(group, route, device, nbytes)
     limits = {}
     if one_host and group.rank() == 1:

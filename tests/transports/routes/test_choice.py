@@ -39,9 +39,9 @@ HERE = Place("boot", 1000, 7, 41)
 class Fake:
     """A route that works, or says why it does not."""
 
-    def __init__(self, name: str, why: str | None = None, *, by_request: bool = False) -> None:
-        self.name, self.by_request = name, by_request
-        self.why, self.end, self.asked = why, RouteFetch(), 0
+    def __init__(self, name: str, why: str | None = None) -> None:
+        self.name, self.why = name, why
+        self.end, self.asked = RouteFetch(), 0
 
     def fetch(self, facts: bytes, incoming: Any) -> Any:
         self.asked += 1
@@ -57,11 +57,8 @@ def chosen(
     wanted: str | None = None,
     unserved: dict[str, str] | None = None,
 ) -> tuple[str, dict[str, str]]:
-    """What is taken of four routes, the third only if it is asked for; and why not the others."""
-    listed = (
-        *(Fake("cuda_ipc", ipc), Fake("memory", memory), Fake("wish", by_request=True)),
-        Fake("tcp"),
-    )
+    """Which of three routes is taken, and why the faster ones were not."""
+    listed = (Fake("cuda_ipc", ipc), Fake("memory", memory), Fake("tcp"))
     unavailable = unserved or {}
     served = {one.name: b"" for one in listed if one.name not in unavailable}
     monkeypatch.setattr(routes, "ROUTES", listed)
@@ -97,9 +94,9 @@ def test_a_route_that_the_sender_cannot_serve_is_not_tried(
         {"cuda_ipc": "no GPU there"},
     )
     with pytest.raises(
-        tr.errors.RouteError, match="'wish' was asked for, but: the library is missing"
+        tr.errors.RouteError, match="'cuda_ipc' was asked for, but: the library is missing"
     ):
-        chosen(monkeypatch, wanted="wish", unserved={"wish": "the library is missing"})
+        chosen(monkeypatch, wanted="cuda_ipc", unserved={"cuda_ipc": "the library is missing"})
 
 
 @pytest.mark.parametrize("by_sender", [True, False])
@@ -112,7 +109,6 @@ def test_one_route_alone(monkeypatch: pytest.MonkeyPatch, by_sender: bool) -> No
     assert only("tcp", ipc=None) == ("tcp", {"cuda_ipc": not_asked, "memory": not_asked})
     assert only("memory", ipc=None) == ("memory", {"cuda_ipc": not_asked})
     assert only("cuda_ipc", ipc=None) == ("cuda_ipc", {})
-    assert only("wish") == ("wish", {"cuda_ipc": not_asked, "memory": not_asked})
     with pytest.raises(tr.errors.RouteError, match="'cuda_ipc' was asked for, but: no GPU"):
         only("cuda_ipc")
     with pytest.raises(tr.errors.RouteError, match="'memory' was asked for, but: nor this"):
@@ -133,7 +129,7 @@ def test_a_route_of_a_newer_sender_is_not_taken_for_another(
 
 
 def test_a_route_that_is_none() -> None:
-    listed = "cuda_ipc, memory, group, nixl, tcp or None, not 'host'"
+    listed = "cuda_ipc, memory, group, tcp or None, not 'host'"
     with pytest.raises(tr.errors.UsageError, match=listed):
         routes.check_route("host")
     for name in (None, *routes.BY_NAME):
@@ -141,7 +137,7 @@ def test_a_route_that_is_none() -> None:
 
 
 def test_the_last_route_always_works() -> None:
-    assert routes.ROUTES[-1].name == "tcp" and not routes.ROUTES[-1].by_request
+    assert routes.ROUTES[-1].name == "tcp"
     assert [route.name for route in routes.ROUTES] == list(routes.FILES)
 
 

@@ -195,7 +195,7 @@ class SenderMachine:
             self._out_of_turn(peer, accept)
             return
         route, only = BY_NAME.get(accept.route), self.options.route
-        if route is None or (route.by_request and route.name != only):
+        if route is None:
             self.fail(peer, f"took route {accept.route!r}, which is not known here")
         elif only not in (None, route.name):
             reason = f"it takes route {accept.route!r}, and {only!r} was asked for"

@@ -19,10 +19,10 @@ from torchrelay.transports.routes.route import (
 )
 
 # The files of routes, from fast to slow. The last one always works.
-FILES = ("cuda_ipc", "memory", "group", "nixl", "tcp")
+FILES = ("cuda_ipc", "memory", "group", "tcp")
 ROUTES: tuple[Route, ...] = tuple(import_module(f"{__package__}.{name}").ROUTE for name in FILES)
 BY_NAME = {route.name: route for route in ROUTES}
-_NOT_OFFERED = "the sender does not offer it: ask for it on both sides"
+_NOT_OFFERED = "the sender does not offer it"
 
 
 class Choice(NamedTuple):
@@ -39,12 +39,7 @@ def check_route(route: str | None) -> str | None:
 
 def services(receiver: Receiver, only: str | None) -> dict[str, RouteService]:
     """The sender's ends of the routes that it offers to a receiver, by name."""
-    return {route.name: route.service(receiver) for route in ROUTES if _open(route, only)}
-
-
-def _open(route: Route, only: str | None) -> bool:
-    """Whether a route may be taken: the one that was asked for, or any that need not be."""
-    return route.name == only if only is not None else not route.by_request
+    return {route.name: route.service(receiver) for route in ROUTES if only in (None, route.name)}
 
 
 def choose(incoming: Incoming, wanted: str | None) -> Choice:
@@ -58,9 +53,8 @@ def choose(incoming: Incoming, wanted: str | None) -> Choice:
         raise RouteError(f"the sender takes route {only!r} alone, which is not known here")
     instead: dict[str, str] = {}
     for route in ROUTES:
-        if not _open(route, only):
-            if not route.by_request:
-                instead[route.name] = "not asked for"
+        if only not in (None, route.name):
+            instead[route.name] = "not asked for"
             continue
         facts = incoming.offer.routes.get(route.name)
         found: RouteFetch | Unavailable

@@ -6,8 +6,8 @@ takes one of them, and makes the `RouteFetch` for it. Their messages to each oth
 the protocol, which carries them: in the `Offer`, the `Accept` and the `Go`, and later in
 `RouteNote`s.
 
-On a route that reads (`memory`, `cuda_ipc`, `nixl`) the receiver takes the bytes itself and the
-sender keeps them where they are. On the others the sender pushes chunks.
+On a route that reads (`memory`, `cuda_ipc`) the receiver takes the bytes itself and the sender
+keeps them where they are. On the others the sender pushes chunks.
 """
 
 from __future__ import annotations
@@ -222,7 +222,6 @@ class Route:
     fetch: Callable[[bytes, Incoming], RouteFetch | Unavailable]  # takes what the sender offers
     reads: bool = False  # the receiver takes the bytes itself
     in_offer: bool = False  # a receiver of all of a state needs no more, and waits for no `Go`
-    by_request: bool = False  # taken only if both sides ask for it
     compared_by_request: bool = False  # the kernel copies: digests are compared if `verify` is True
 
     def compares(self, verify: bool | None) -> bool:
