@@ -26,6 +26,7 @@ from torchrelay.sources.device_source import DeviceSource
 from torchrelay.sources.endpoint import EndpointSource
 from torchrelay.stores.reading.box_reads import BoxRead
 from torchrelay.stores.reading.device_copies import DeviceCopies
+from torchrelay.stores.seam import OpenStep
 
 pytestmark = pytest.mark.skipif(
     not torch.cuda.is_available(), reason="no GPU here: memory of one is lent"
@@ -233,20 +234,16 @@ def _lent_bytes(address: int, nbytes: int, device: int) -> torch.Tensor:
     return device_bytes(address, nbytes, device).cpu()
 
 
-class _Files:
-    """A step of one file in memory of this process. See `stores.seam.DeviceStep`."""
+class _Files(OpenStep):
+    """A step of one file in memory of this process."""
+
+    on_gpus = True
 
     def __init__(self, block: DeviceBlock) -> None:
         self._block = block
 
     def device_memory(self, name: str) -> tuple[int, int]:
         return self._block.device, self._block.address
-
-    def check_lent(self) -> None:
-        pass
-
-    def note(self, runs: object, others: bool) -> None:
-        pass
 
 
 def test_changes_that_the_gpu_found_reach_other_hosts(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,7 +14,9 @@ from torch import nn
 
 import torchrelay as tr
 from tests.support.forge import flip
+from torchrelay.endpoint.reshare.seed import Seed
 from torchrelay.record.encoding import decode_at_rest, encode_at_rest
+from torchrelay.sources.endpoint import EndpointSource
 
 
 class Job:
@@ -197,3 +199,25 @@ def test_parts_of_a_state_are_recovered(tmp_path: Path) -> None:
     assert set(tr.recover(include="step", sources=[tmp_path], timeout=60).state) == {"step"}
     with pytest.raises(tr.errors.MismatchError, match="model, optimizer, step"):
         tr.recover(key="modle", sources=[tmp_path], timeout=60)
+
+
+def test_new_tensors_keep_the_memory_that_was_served_to_other_ranks(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The step was fetched into memory of this process: it is there once, and not copied."""
+    lent: list[int] = []
+    real = Seed.lend
+
+    def lend(self: Seed, name: str, start: int, nbytes: int) -> memoryview:
+        lent.append(nbytes)
+        return real(self, name, start, nbytes)
+
+    monkeypatch.setattr(Seed, "lend", lend)
+    state = {"w": torch.randn(2000, 1000), "step": 4}
+    with tr.serve(state, step=4, timeout=60) as endpoint:
+        source = EndpointSource(endpoint.url, same_host=False)
+        got = tr.recover(sources=[source], group=False, reshare=True, timeout=60)
+    assert lent == [state["w"].nbytes] and got.step == 4
+    assert torch.equal(got.state["w"], state["w"])
+    got.state["w"].add_(1)  # the seed is closed: the memory is the tensor's
+    assert torch.equal(got.state["w"], state["w"] + 1)

@@ -46,7 +46,6 @@ from torchrelay.results import Attempt, Loaded, Outcome, Report
 from torchrelay.sources.seam import Opened, Source
 from torchrelay.sources.subtree import Subtree
 from torchrelay.steps import check_step
-from torchrelay.stores.seam import PreparedStep
 
 LOOK_SECONDS = 0.1  # before another look for the newest step
 VISIBLE_SECONDS = 10.0  # that a network file system may take to show a step that rank 0 sees
@@ -277,7 +276,7 @@ class Loader:
             )
             twice = request.checked_first and not files.costly_reads
             bar.total = load.nbytes * (2 if twice else 1)
-            if isinstance(files, PreparedStep):
+            if files.fetches_ahead:
                 with watch("fetch"):
                     files.prepare(load.wanted())
             with watch("verify"):

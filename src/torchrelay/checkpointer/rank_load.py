@@ -37,7 +37,7 @@ from torchrelay.stores.reading.chunks import opened
 from torchrelay.stores.reading.device_copies import DeviceCopies
 from torchrelay.stores.reading.device_fetch import DeviceFetch
 from torchrelay.stores.reading.fetch import Fetch
-from torchrelay.stores.seam import DeviceStep, LendingStep, MappedStep, OpenStep, WantedBox
+from torchrelay.stores.seam import OpenStep, WantedBox
 
 
 class RankLoad:
@@ -90,7 +90,7 @@ class RankLoad:
     def _filled(self, image: int) -> torch.Tensor | None:
         """Memory that the step lends with the bytes of an image, which a tensor can keep."""
         step, nbytes = self._step, int(self._share.record.box_bytes[image])
-        if not isinstance(step, LendingStep) or not step.trusted:
+        if not (step.lends and step.trusted):
             return None
         reads = self._reads.some(rows_of(self._reads, np.array([image])))
         (box, *_), (start, *_), (at, *_) = reads.boxes, reads.start, reads.at
@@ -149,7 +149,7 @@ class RankLoad:
             kind = share.kind_of_image(image)
             to = cut(held.elements(image, kind), *part.to)
             boxes.append(BoxRead(kind.dtype, shard, *part.part, to))
-        if not isinstance(self._step, DeviceStep):
+        if not self._step.on_gpus:
             return waves(boxes, direct)
         near = [read for read in boxes if read.destination.is_cuda]
         others = [read for read in boxes if not read.destination.is_cuda]
@@ -169,8 +169,7 @@ class RankLoad:
     def in_memory(self) -> bool:
         """Whether everything that `end` writes is in memory of this host, where reads do not
         hang."""
-        step = self._step
-        return self._staged or (isinstance(step, MappedStep) and step.mapped)
+        return self._staged or self._step.mapped
 
     @property
     def touched(self) -> bool:

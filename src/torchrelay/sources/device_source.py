@@ -33,7 +33,7 @@ from torchrelay.sources.lent_memory import (
     borrow,
 )
 from torchrelay.sources.remote_step import RemoteStep
-from torchrelay.stores.seam import DataReader, DeviceRun
+from torchrelay.stores.seam import DataReader, DeviceRun, OpenStep
 from torchrelay.stores.writer.frames import has_hung_up
 from torchrelay.transports.routes.cuda.handles import (
     Export,
@@ -100,11 +100,11 @@ def _close(opened: Opening) -> None:
         close_opening(opened)
 
 
-class DeviceLentStep:
-    """A step whose volumes are all lent by servers of this host. See `seam.Opened`,
-    `stores.seam.OpenStep` and `stores.seam.DeviceStep`."""
+class DeviceLentStep(OpenStep):
+    """A step whose volumes are all lent by servers of this host. See `seam.Opened`."""
 
     costly_reads = False
+    on_gpus = True
     trusted = True  # compared when it was opened, where that was wanted
 
     def __init__(self, url: str, record: Record, snapshot: str, lent: Sequence[LentDevice]) -> None:
@@ -116,7 +116,7 @@ class DeviceLentStep:
         self.runs: list[DeviceRun] = []  # what was copied from there
         self.others = False  # whether anything else was read
 
-    def note(self, runs: Sequence[DeviceRun], others: bool) -> None:
+    def note_copies(self, runs: Sequence[DeviceRun], others: bool) -> None:
         self.runs += runs
         self.others = self.others or others
 
@@ -155,7 +155,7 @@ class DeviceReader(DataReader):
 
     def read_into(self, position: int, view: memoryview) -> None:
         self._step.check_lent()
-        self._step.note((), others=True)
+        self._step.note_copies((), others=True)
         if len(view):
             source = device_bytes(self._address + position, len(view), self._device)
             torch.frombuffer(view, dtype=torch.uint8).copy_(source)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import errno
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import xxhash
 
@@ -18,7 +18,7 @@ from torchrelay.record.encoding import content_digest
 from torchrelay.record.schema import Record, VolumeRecord
 from torchrelay.sources.remote_step import digest_of
 from torchrelay.sources.seam import Opened
-from torchrelay.stores.seam import DataReader, MappedStep
+from torchrelay.stores.seam import DataReader, OpenStep, WantedBox
 
 _FAULTS = (RelayError, OSError, EOFError)
 
@@ -61,9 +61,10 @@ class OtherSource:
             self._opened.close()
 
 
-class MendedStep:
-    """See `seam.Opened` and `stores.seam.MendableStep`: a step of one source, whose chunks come
-    from other sources where that one does not give them right."""
+class MendedStep(OpenStep):
+    """A step of one source, whose chunks come from other sources where that one does not give them
+    right. See `seam.Opened`. It can do what the step of the first source can, but for memory of
+    GPUs, whose chunks could not be replaced."""
 
     def __init__(self, first: Opened, others: Sequence[OtherSource]) -> None:
         self._first, self.others = first, others
@@ -73,7 +74,9 @@ class MendedStep:
         self.url = first.files.url
         self.costly_reads = first.files.costly_reads
         self.trusted = first.files.trusted
-        self.mapped = isinstance(first.files, MappedStep) and first.files.mapped
+        self.mapped = first.files.mapped
+        self.fetches_ahead = first.files.fetches_ahead
+        self.lends = first.files.lends
         self._files = {file.name: file for file in self.record.volumes}
         # By volume: chunks that were fetched again, by where they begin.
         self.patches: dict[str, dict[int, bytearray]] = {name: {} for name in self._files}
@@ -109,6 +112,12 @@ class MendedStep:
                 return False
             self.patches[name][at] = chunk
         return True
+
+    def prepare(self, wanted: Iterable[WantedBox]) -> None:
+        self._first.files.prepare(wanted)
+
+    def lend(self, name: str, start: int, nbytes: int) -> memoryview:
+        return self._first.files.lend(name, start, nbytes)
 
     def close(self) -> None:
         self._first.close()

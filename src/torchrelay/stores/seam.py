@@ -14,7 +14,7 @@ import re
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import NamedTuple, Protocol, runtime_checkable
+from typing import NamedTuple, Protocol
 
 from torchrelay.record.manifest import MAX_RECORD_BYTES
 from torchrelay.stores.retry import ONCE, Retry
@@ -148,43 +148,6 @@ class DataReader(Protocol):
         return True
 
 
-class OpenStep(Protocol):
-    """A committed step as it was when it was opened, whatever replaces it meanwhile.
-
-    Reads that fail in a way that may pass are repeated for as long as it was opened with. A file
-    that is missing or not a plain file, and a read that fails for good, is an `OSError`;
-    `retry.is_wrong` tells the two apart.
-    """
-
-    url: str
-    costly_reads: bool  # whether reading a file twice takes about twice as long as once
-    trusted: bool  # whether its readers have compared the digests already
-
-    def reader(self, name: str, *, once: bool = True) -> DataReader:
-        """A data file that is read once, or again soon (`once=False`)."""
-
-    def close(self) -> None: ...
-
-
-class StoredStep(OpenStep, Protocol):
-    """A step of a store."""
-
-    def manifest(self) -> bytes:
-        """The commit record."""
-
-    def sizes(self) -> dict[str, int]:
-        """Bytes of each existing data file, by name."""
-
-
-@runtime_checkable
-class MendableStep(Protocol):
-    """An `OpenStep` that can get chunks from elsewhere."""
-
-    def mend(self, name: str, start: int, stop: int, why: str) -> bool:
-        """A range of a file could not be read, or has other digests: replace it for the next read.
-        Whether that succeeded."""
-
-
 class WantedBox(NamedTuple):
     """A box of a row-major array of `shape`, which begins at byte `start` of a data file."""
 
@@ -196,30 +159,6 @@ class WantedBox(NamedTuple):
     sizes: tuple[int, ...]
 
 
-@runtime_checkable
-class PreparedStep(Protocol):
-    """An `OpenStep` that has no bytes before it knows which ones are wanted."""
-
-    def prepare(self, wanted: Iterable[WantedBox]) -> None:
-        """Called before the first read with all that will be read. Other bytes of a range that is
-        read afterwards are left as they are."""
-
-
-@runtime_checkable
-class LendingStep(OpenStep, Protocol):
-    """A step in memory of this process, which new tensors can keep in place of a copy."""
-
-    def lend(self, name: str, start: int, nbytes: int) -> memoryview:
-        """Bytes of a data file. Writing to them changes nothing but this view of them."""
-
-
-@runtime_checkable
-class MappedStep(OpenStep, Protocol):
-    """A step whose files may be mapped memory of this host, where reads do not hang."""
-
-    mapped: bool  # whether they are
-
-
 class DeviceRun(NamedTuple):
     """Bytes of a data file, from `start` on, that are copied to an address of the same GPU."""
 
@@ -229,18 +168,66 @@ class DeviceRun(NamedTuple):
     nbytes: int
 
 
-@runtime_checkable
-class DeviceStep(OpenStep, Protocol):
-    """A step in memory of GPUs that this process can read."""
+class OpenStep(Protocol):
+    """A committed step as it was when it was opened, whatever replaces it meanwhile.
+
+    Reads that fail in a way that may pass are repeated for as long as it was opened with. A file
+    that is missing or not a plain file, and a read that fails for good, is an `OSError`;
+    `retry.is_wrong` tells the two apart.
+
+    Some steps can do more than be read. An attribute says so, and the defaults here are those of a
+    step that cannot.
+    """
+
+    url: str
+    costly_reads: bool  # whether reading a file twice takes about twice as long as once
+    trusted: bool  # whether its readers have compared the digests already
+    mapped: bool = False  # whether its files are mapped memory of this host: reads do not hang
+    fetches_ahead: bool = False  # whether it has no bytes before `prepare`
+    lends: bool = False  # whether `lend` gives out its memory
+    on_gpus: bool = False  # whether its files are in memory of GPUs that this process can read
+
+    def reader(self, name: str, *, once: bool = True) -> DataReader:
+        """A data file that is read once, or again soon (`once=False`)."""
+
+    def close(self) -> None: ...
+
+    def mend(self, name: str, start: int, stop: int, why: str) -> bool:
+        """A range of a file could not be read, or has other digests: replace it for the next read
+        by what another source has. Whether that succeeded."""
+        return False
+
+    def prepare(self, wanted: Iterable[WantedBox]) -> None:
+        """Called before the first read with all that will be read. Other bytes of a range that is
+        read afterwards are left as they are."""
+        return
+
+    def lend(self, name: str, start: int, nbytes: int) -> memoryview:
+        """Bytes of a data file in memory of this process, which new tensors can keep in place of a
+        copy. Writing to them changes nothing but this view of them."""
+        raise OSError(errno.ENOTSUP, "the step lends no memory", self.url)
 
     def device_memory(self, name: str) -> tuple[int, int]:
         """The GPU that a data file is on, by its index here, and the address of its first byte."""
+        raise OSError(errno.ENOTSUP, "the step is not in memory of a GPU", self.url)
 
     def check_lent(self) -> None:
-        """`PeerLostError` if the memory may no longer be read."""
+        """`PeerLostError` if the memory of GPUs may no longer be read."""
+        return
 
-    def note(self, runs: Sequence[DeviceRun], others: bool) -> None:
-        """Record the copies from there: runs of bytes, and whether anything else is read."""
+    def note_copies(self, runs: Sequence[DeviceRun], others: bool) -> None:
+        """Record the copies from GPUs: runs of bytes, and whether anything else is read."""
+        return
+
+
+class StoredStep(OpenStep, Protocol):
+    """A step of a store."""
+
+    def manifest(self) -> bytes:
+        """The commit record."""
+
+    def sizes(self) -> dict[str, int]:
+        """Bytes of each existing data file, by name."""
 
 
 class Store(Protocol):

@@ -23,7 +23,7 @@ from torchrelay.sources.endpoint import EndpointSource
 from torchrelay.sources.lent_memory import DeviceLease
 from torchrelay.sources.peer import PeerSource
 from torchrelay.sources.remote_step import RemoteStep
-from torchrelay.stores.seam import WantedBox
+from torchrelay.stores.seam import OpenStep, WantedBox
 from torchrelay.weights.fetch import PartFetch
 from torchrelay.weights.mirror import Mirror, MirrorReader
 
@@ -135,16 +135,17 @@ class NewestStep:
         return found
 
 
-class MirroredStep:
+class MirroredStep(OpenStep):
     """A step whose bytes are fetched by parts, as soon as it is known which ones are wanted. See
-    `sources.seam.Opened` and `stores.seam.PreparedStep`."""
+    `sources.seam.Opened`."""
 
     costly_reads = False
     trusted = True  # what has come was compared with digests of the record, where it can be
+    fetches_ahead = True
 
     def __init__(self, step: RemoteStep, mirror: Mirror) -> None:
         self._step, self._mirror = step, mirror
-        self.url, self.digest, self.close = step.url, step.digest, step.close
+        self.url, self.digest = step.url, step.digest
         self.record: Record = step.record
         self._files = {file.name: file for file in step.record.volumes}
 
@@ -162,3 +163,6 @@ class MirroredStep:
 
     def reader(self, name: str, *, once: bool = True) -> MirrorReader:
         return MirrorReader(self._files[name].nbytes, self._mirror.volumes.get(name))
+
+    def close(self) -> None:
+        self._step.close()

@@ -38,6 +38,7 @@ from torchrelay.sources.remote_step import (
 )
 from torchrelay.sources.seam import Opened, Source
 from torchrelay.stores.reading.chunks import whole_chunks
+from torchrelay.stores.seam import OpenStep
 
 PIECE_BYTES = 2 << 20
 ASK_SECONDS = 0.2  # between two questions who there is, in the first seconds, and
@@ -335,17 +336,17 @@ class SeedingSource:
             self.swarm.seed.close()
 
 
-class SeededStep:
+class SeededStep(OpenStep):
     """A step that a seed has whole. New tensors keep its memory; the first write to one copies the
-    page. See `stores.seam.LendingStep`."""
+    page. See `sources.seam.Opened`."""
 
     costly_reads = False
     trusted = True
+    lends = True
 
     def __init__(self, seed: Seed, remote: RemoteStep) -> None:
         self.record: Record = remote.record
         self.url, self.digest = remote.url, remote.digest
-        self.lend: Callable[[str, int, int], memoryview] = seed.lend
         self._seed, self._remote = seed, remote
 
     @property
@@ -354,6 +355,9 @@ class SeededStep:
 
     def reader(self, name: str, *, once: bool = True) -> MappedReader:
         return self._seed.reader(name)
+
+    def lend(self, name: str, start: int, nbytes: int) -> memoryview:
+        return self._seed.lend(name, start, nbytes)
 
     def close(self) -> None:
         self._remote.close()

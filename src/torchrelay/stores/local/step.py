@@ -20,7 +20,7 @@ from torchrelay.memory.pages import address_of
 from torchrelay.stores.local.files import named, open_plain, through
 from torchrelay.stores.local.handles import Handles
 from torchrelay.stores.retry import ONCE, Retry
-from torchrelay.stores.seam import MANIFEST, MAX_MANIFEST_BYTES, DataReader
+from torchrelay.stores.seam import MANIFEST, MAX_MANIFEST_BYTES, DataReader, StoredStep
 from torchrelay.system import DIRECTORIES_OPEN, DIRECTORY, LINUX, c_library, read_at
 
 PAGE = 4096  # alignment of reads past the page cache
@@ -33,8 +33,8 @@ _Stamp = tuple[int, int, int, int]
 _libc = c_library()
 
 
-class LocalStep:
-    """See `seam.OpenStep`."""
+class LocalStep(StoredStep):
+    """A step in a directory."""
 
     costly_reads = False  # the second time comes from the page cache
     trusted = False

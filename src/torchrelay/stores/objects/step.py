@@ -10,7 +10,7 @@ from torchrelay.errors import UsageError
 from torchrelay.memory.crew import Crew
 from torchrelay.stores.objects.bucket import Bucket
 from torchrelay.stores.retry import Retry
-from torchrelay.stores.seam import MANIFEST, MAX_MANIFEST_BYTES, DataReader
+from torchrelay.stores.seam import MANIFEST, MAX_MANIFEST_BYTES, DataReader, StoredStep
 
 RANGE_BYTES = 8 << 20  # of one request of a large read
 HEAD_BYTES = 256  # of a manifest, which name its folder
@@ -45,8 +45,8 @@ def committed_at(bucket: Bucket, step: int) -> tuple[str, bytes]:
     return split_folder(bucket.get(manifest_path(step), MAX_MANIFEST_BYTES))
 
 
-class ObjectStep:
-    """See `seam.OpenStep`. One request brings the record and the name of its folder."""
+class ObjectStep(StoredStep):
+    """One request brings the record and the name of its folder."""
 
     costly_reads = True
     trusted = False

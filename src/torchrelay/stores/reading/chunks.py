@@ -21,7 +21,7 @@ from torchrelay.plan.stored import Names, images_in
 from torchrelay.record.schema import Record, VolumeRecord
 from torchrelay.shortage import raise_shortage
 from torchrelay.stores.retry import is_wrong
-from torchrelay.stores.seam import DataReader, MendableStep, OpenStep
+from torchrelay.stores.seam import DataReader, OpenStep
 from torchrelay.stores.writer.file_writer import WORKERS
 
 TASK_BYTES = 8 << 20  # what a thread takes on, or asks a service for, at once
@@ -168,8 +168,6 @@ class ChunkReads:
                     act(task, readers[task.file], scratch)
                 except RelayError as fault:
                     step, name = self._step, self._record.volumes[task.file].name
-                    if not isinstance(step, MendableStep):
-                        raise
                     if not step.mend(name, task.start, task.stop, fault.message):
                         raise
                     act(task, readers[task.file], scratch)

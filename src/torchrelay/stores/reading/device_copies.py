@@ -19,7 +19,7 @@ from torchrelay.memory.gpu.side import on_side_stream
 from torchrelay.record.schema import Record
 from torchrelay.state import tensors as t
 from torchrelay.stores.reading.box_reads import BoxRead
-from torchrelay.stores.seam import DeviceRun, DeviceStep
+from torchrelay.stores.seam import DeviceRun, OpenStep
 
 
 class DeviceCopies:
@@ -27,7 +27,7 @@ class DeviceCopies:
 
     def __init__(
         self,
-        step: DeviceStep,
+        step: OpenStep,
         record: Record,
         boxes: list[BoxRead],
         progress: Callable[[int], None],
@@ -40,7 +40,7 @@ class DeviceCopies:
         self._nbytes = 0
         self.begun = False
         copied = [run for read in boxes if (run := self._added(read)) is not None]
-        step.note(copied, bool(self._odd))
+        step.note_copies(copied, bool(self._odd))
 
     def _added(self, read: BoxRead) -> DeviceRun | None:
         """The run that a box is, if it is one."""
