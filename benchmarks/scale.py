@@ -23,10 +23,10 @@ import numpy as np
 import torch
 
 from benchmarks.harness import machine, save
-from torchrelay.checkpointer.rank_load import rows_for
 from torchrelay.geometry import DIGEST_BYTES
 from torchrelay.landing.options import LandingOptions
 from torchrelay.landing.seam import land_share
+from torchrelay.loading.rank_load import rows_for
 from torchrelay.plan.reads import rows_of, stored_reads
 from torchrelay.plan.share.rank_share import RankShare
 from torchrelay.record import manifest as m

@@ -41,7 +41,12 @@ LAYERS: list[set[str]] = [
     {"transports", "stores"},
     {"parts"},
     {"sources"},
-    {"relay", "endpoint", "keeper", "checkpointer", "resharding", "inspection"},
+    {"loading"},
+    {"resharding", "inspection"},
+    {"endpoint"},
+    {"relay"},
+    {"keeper"},
+    {"checkpointer"},
     {"weights"},
     {"dropin", "integrations"},
     {"recovery"},
@@ -282,6 +287,35 @@ def import_graph(sources: dict[str, str]) -> dict[str, set[str]]:
     return graph
 
 
+# Of the standard library. Integrations name those of their frameworks.
+FOREIGN = {"_exit", "_replace", "_asdict", "_fields", "_make"}
+
+
+def reached_into(sources: dict[str, str]) -> list[str]:
+    """Uses of private names that another part of the library defines."""
+    homes: dict[str, set[str]] = {}  # the parts that define a name
+    uses: list[tuple[str, ast.Attribute]] = []
+    for file, source in sources.items():
+        for node in ast.walk(ast.parse(source)):
+            name = ""
+            if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+                name = node.name
+            elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+                name = node.id
+            elif isinstance(node, ast.Attribute) and is_private(node.attr):
+                own = isinstance(node.value, ast.Name) and node.value.id in ("self", "cls")
+                name = node.attr if isinstance(node.ctx, ast.Store) and own else ""
+                if not own and node.attr not in FOREIGN:
+                    uses.append((file, node))
+            if is_private(name):
+                homes.setdefault(name, set()).add(part_of(file))
+    return [
+        f"{file}:{use.lineno}: {ast.unparse(use)} is private to {', '.join(sorted(parts))}"
+        for file, use in uses
+        if (parts := homes.get(use.attr, set())) and part_of(file) not in {*parts, "integrations"}
+    ]
+
+
 def library_sources() -> dict[str, str]:
     return {
         path.relative_to(ROOT).as_posix(): path.read_text(encoding="utf-8")
@@ -309,6 +343,20 @@ def test_modules_that_are_listed_as_pure_are_there() -> None:
     assert library_sources().keys() >= PURE_MODULES
 
 
+def test_no_part_reaches_into_another() -> None:
+    assert reached_into(library_sources()) == []
+    sources = {
+        "keeper/front.py": "class Keeper:\n    def _lend(self): self._slots = 1",
+        "relay.py": "def f(keeper): keeper._lend(); self._lend(); keeper._other()",
+        "keeper/ranks.py": "def f(keeper): return keeper._slots",
+        "cli/x.py": "def f(keeper): return keeper._slots",
+    }
+    assert reached_into(sources) == [
+        "relay.py:1: keeper._lend is private to keeper",
+        "cli/x.py:1: keeper._slots is private to keeper",
+    ]
+
+
 def test_library_has_no_import_cycle() -> None:
     cycle = find_cycle(import_graph(library_sources()))
     assert cycle is None, " -> ".join(cycle or [])
@@ -330,6 +378,8 @@ def test_library_has_no_import_cycle() -> None:
         ("stores/seam.py", "from .local.store import LocalStore", "stands above"),
         ("stores/more/x.py", "from ..seam import Store", "in no layer"),
         ("relay.py", "from . import recovery", "stands above"),
+        ("endpoint/pull.py", "from ..checkpointer import front", "stands above"),
+        ("loading/loader.py", "from torchrelay.endpoint import pull", "stands above"),
         ("relay.py", "from torchrelay import Relay", "front door"),
         ("relay.py", "from torchrelay.nowhere import x", "in no layer"),
         ("helpers.py", "", "in no layer"),

@@ -22,10 +22,10 @@ import torchrelay as tr
 from tests.support.ranks import RankPool, run_ranks
 from tests.support.s3 import S3
 from tests.support.saved import equal, state
-from torchrelay.checkpointer.rank_load import RankLoad
 from torchrelay.cli.commands.steps import listed
 from torchrelay.cli.output import in_words, one_line_errors
 from torchrelay.cli.sources import opened_source
+from torchrelay.loading.rank_load import RankLoad
 from torchrelay.stores.local import step as local_reader
 from torchrelay.stores.local.store import LocalStore
 from torchrelay.stores.locate import open_store

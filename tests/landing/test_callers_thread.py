@@ -224,7 +224,7 @@ def test_an_interrupt_waits_for_the_callers_code(pool2: RankPool, several: bool)
     assert theirs == ("Interrupt", {2.0})
 
 
-PARTS = ("landing/commit/", "checkpointer/loader.py", "checkpointer/rank_load.py", "memory/unint")
+PARTS = ("landing/commit/", "loading/loader.py", "loading/rank_load.py", "memory/unint")
 
 
 @pytest.mark.timeout(300)  # a load for each line

@@ -11,8 +11,8 @@ import numpy as np
 import torch
 
 from tests.support.states import assert_same
-from torchrelay.checkpointer.rank_load import RankLoad
 from torchrelay.landing.options import LandingOptions
+from torchrelay.loading.rank_load import RankLoad
 from torchrelay.record.encoding import encode
 from torchrelay.stores.local.root import token
 from torchrelay.stores.locate import open_store

@@ -19,7 +19,7 @@ PAGES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
         ("relay.py", "results.py", "progress.py", "resharding", "transports"),
         ("relay", "transports", "known_faults"),
     ),
-    "checkpointer": (("checkpointer", "pending.py"), ("checkpointer",)),
+    "checkpointer": (("checkpointer", "loading", "pending.py"), ("checkpointer",)),
     "endpoint": (("endpoint", "sources"), ("endpoint",)),
     "keeper": (("keeper",), ("keeper",)),
     "recovery": (("recovery",), ("recovery",)),

@@ -18,6 +18,7 @@ from torchrelay.check.report import Finding
 from torchrelay.errors import RelayError
 from torchrelay.memory.vectors import OtherMemoryError, read_bytes
 from torchrelay.relay import Relay
+from torchrelay.transports.routes.choice import ALWAYS
 
 AREA = "routes"
 NBYTES = 64 << 20
@@ -144,8 +145,8 @@ def judge(
 
 
 def _unavailable(shown: str, route: str, why: str) -> Finding:
-    # Only TCP is a promise; the others are taken where the machine has what they need.
-    if route == "tcp":
+    # One route is a promise; the others are taken where the machine has what they need.
+    if route == ALWAYS.name:
         remedy = "open the firewall between these ranks"
         return Finding(AREA, shown, "problem", f"does not work: {why}", remedy)
     return Finding(AREA, shown, "ok", f"not available: {why}")

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torchrelay.check import bucket, folder, links, machine, routes, survival
 from torchrelay.check.ranks import Ranks
 from torchrelay.check.report import Finding
+from torchrelay.transports.routes.choice import ALWAYS
 
 PHASE_SECONDS = 45.0
 SLOW_LINK_SECONDS = 2.0  # that one state may take on a link; a slow link gets a smaller state
@@ -152,15 +153,15 @@ def _transfers(group: Any, device: str, one_host: bool) -> tuple[dict[str, Any],
     if not one_host:
         # A first small state says what the link carries.
         begin = time.perf_counter()
-        probed = routes.transfer(group, "tcp", "cpu", routes.NBYTES // 64)
+        probed = routes.transfer(group, ALWAYS.name, "cpu", routes.NBYTES // 64)
         carried = routes.NBYTES // 32 / (time.perf_counter() - begin)
         if carried * SLOW_LINK_SECONDS < nbytes:
             nbytes = routes.NBYTES // 16
         if "why" in probed:
-            return {"tcp": probed}, {}
+            return {ALWAYS.name: probed}, {}
     found = {}
     for route in routes.routes_here(device):
-        if one_host or route == "tcp":
+        if one_host or route == ALWAYS.name:
             found[route] = routes.transfer(group, route, device, nbytes)
     limits = {}
     if one_host and group.rank() == 1:

@@ -15,13 +15,13 @@ import torch
 from torchrelay.checkpointer.catalog import Catalog
 from torchrelay.checkpointer.export import SHARD_BYTES, export_hf
 from torchrelay.checkpointer.keep import Keep, checked_metrics, policy
-from torchrelay.checkpointer.loader import Loader, LoadRequest
 from torchrelay.checkpointer.preemption import Preemption
 from torchrelay.checkpointer.saver import Saver
 from torchrelay.checkpointer.share_writer import Save, ShareWriter
 from torchrelay.coordination.coordinator import Coordinator
 from torchrelay.deadlines import Deadline, Timeout, seconds_of
 from torchrelay.errors import UsageError
+from torchrelay.loading.loader import Loader, LoadRequest
 from torchrelay.memory.bounded import bounded
 from torchrelay.owner import Owner, close_at_exit
 from torchrelay.pending import Pending
@@ -89,8 +89,7 @@ class Checkpointer:
             self._keeper = keeper
             self._store: Store = open_store(root, timeout=self._timeout)
             self._catalog = Catalog(self._store, policy(keep))
-            ranks = (self._ranks.rank, self._ranks.world)
-            fitting = keeper if keeper is not None and keeper._is_for(*ranks) else None
+            fitting = _fitting(keeper, self._ranks)
             writer = ShareWriter(self._store, memory_budget, stage_on, fitting)
             self._saver = Saver(self._ranks, self._catalog, writer, file_bytes)
             self._preemption = Preemption(self._ranks, signals, self._timeout)
@@ -402,6 +401,15 @@ class Checkpointer:
         # The block's own error is the one to show; that of a save is logged.
         with nullcontext() if kind is None else suppress(Exception):
             self.close()
+
+
+def _fitting(keeper: Keeper | None, ranks: Coordinator) -> Keeper | None:
+    """A keeper that stages for these ranks, and no other."""
+    if keeper is None:
+        return None
+    from torchrelay.keeper.front import stages_for  # most checkpointers have none
+
+    return keeper if stages_for(keeper, ranks.rank, ranks.world) else None
 
 
 def _check_arguments(

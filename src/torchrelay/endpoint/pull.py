@@ -12,12 +12,12 @@ from dataclasses import replace
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
-from torchrelay.checkpointer.loader import Loader
 from torchrelay.coordination.coordinator import Coordinator
 from torchrelay.deadlines import Deadline, Timeout
 from torchrelay.endpoint.pull_options import PullOptions, check_options, load_request, wants_gpu
 from torchrelay.endpoint.reshare.swarm import SeedingSource
 from torchrelay.errors import RelayError, StorageTimeoutError, TransferTimeoutError, UsageError
+from torchrelay.loading.loader import Loader
 from torchrelay.memory.pool import Pool, Pooled, usual_limit
 from torchrelay.results import Loaded
 from torchrelay.sources.access import Access

@@ -7,7 +7,7 @@ from typing import Any, TypedDict
 
 import torch
 
-from torchrelay.checkpointer.loader import LoadRequest
+from torchrelay.loading.loader import LoadRequest
 from torchrelay.memory.gpu.side import in_use
 from torchrelay.progress import ProgressCallback
 

@@ -177,26 +177,6 @@ class Keeper:
         """
         return self._publisher.publish(state, step, timeout)
 
-    def _lend(
-        self, step: int, share: Share, outlined: Record | None, timeout: float
-    ) -> LentSlot | None:
-        """For a `Checkpointer`: stage what it has planned, and lend it the memory to write from;
-        None where the step has to be skipped."""
-        publisher = self._publisher
-        if publisher.closed:
-            return None
-        with publisher.open(min(timeout, self._timeout)) as deadline:
-            planned = PlannedShare(share, outlined)
-            _, staged = publisher.publish_planned(lambda _: planned, step, deadline)
-            if staged is None:
-                return None
-            arena = publisher.arenas[staged.slot]
-            return LentSlot(self._server, arena, staged, deadline.left())
-
-    def _is_for(self, rank: int, world: int) -> bool:
-        """Whether the ranks that stage together are these."""
-        return (self._all.rank, self._all.world) == (rank, world)
-
     def source(self) -> EndpointSource:
         """The steps of all keepers of the job, as a source of `recover`."""
         self._publisher.owner.check()
@@ -253,3 +233,28 @@ class LentSlot:
         if fds and self._keeper.process.generation == self._generation:
             with suppress(EndpointError):  # it is lost, and its slots with it
                 self._keeper.ask(k.HoldSlot(self._slot, False), m.Obeyed, ASK_SECONDS)
+
+
+# For a `Checkpointer`, which writes a step from the keeper's memory.
+
+
+def stages_for(keeper: Keeper, rank: int, world: int) -> bool:
+    """Whether the ranks that stage together in it are these."""
+    return (keeper._all.rank, keeper._all.world) == (rank, world)
+
+
+def lend(
+    keeper: Keeper, step: int, share: Share, outlined: Record | None, timeout: float
+) -> LentSlot | None:
+    """Stage what was planned for a step, and lend the memory to write it from; None where the step
+    has to be skipped."""
+    publisher = keeper._publisher
+    if publisher.closed:
+        return None
+    with publisher.open(min(timeout, keeper._timeout)) as deadline:
+        planned = PlannedShare(share, outlined)
+        _, staged = publisher.publish_planned(lambda _: planned, step, deadline)
+        if staged is None:
+            return None
+        arena = publisher.arenas[staged.slot]
+        return LentSlot(keeper._server, arena, staged, deadline.left())

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from torchrelay.checkpointer.loader import Loader
 from torchrelay.coordination.call import Call
 from torchrelay.coordination.coordinator import Coordinator
 from torchrelay.deadlines import Deadline, Stopwatch, Timeout, seconds_of
@@ -26,6 +25,7 @@ from torchrelay.errors import (
     TornStateError,
     UsageError,
 )
+from torchrelay.loading.loader import Loader
 from torchrelay.memory import threads
 from torchrelay.recovery.candidates import Candidates, ChosenStep
 from torchrelay.results import Loaded, Outcome

@@ -11,7 +11,6 @@ from typing import Any
 
 import msgspec
 
-from torchrelay.checkpointer.loader import Loader, LoadRequest
 from torchrelay.coordination.call import Call
 from torchrelay.coordination.coordinator import COORDINATOR, Coordinator
 from torchrelay.coordination.messages import decoded
@@ -24,6 +23,7 @@ from torchrelay.errors import (
     TransferTimeoutError,
     UsageError,
 )
+from torchrelay.loading.loader import Loader, LoadRequest
 from torchrelay.owner import Owner
 from torchrelay.results import Attempt, Loaded, Outcome, Peer, Report
 from torchrelay.sources.access import Access

@@ -36,7 +36,7 @@ from torchrelay.results import Loaded, Outcome, Report, Traffic
 from torchrelay.transports.meeting.conversation import Conversation
 from torchrelay.transports.protocol.options import ReceiveOptions, TransferCall
 from torchrelay.transports.resources import Member
-from torchrelay.transports.routes.choice import Choice, choose
+from torchrelay.transports.routes.choice import BY_NAME, Choice, choose
 from torchrelay.transports.routes.host import place
 from torchrelay.transports.routes.route import Incoming
 from torchrelay.transports.wire import messages as m
@@ -80,7 +80,7 @@ class SourceRank:
         self.nbytes = 0  # that come from it
         self.confirmed = False  # its state is unchanged
         # A route that crosses a wire reads no memory of another process.
-        reads = options.route in (None, "memory", "cuda_ipc")
+        reads = options.route is None or BY_NAME[options.route].reads
         self._nonce = secrets.token_bytes(m.NONCE_BYTES) if reads else b""
         here, fd = place.here(), -1
         if here.devices and reads:

@@ -24,7 +24,7 @@ from torchrelay.transports.protocol.peers import Peer, Stage, outcome
 from torchrelay.transports.protocol.sender_machine import SenderMachine
 from torchrelay.transports.resources import Member
 from torchrelay.transports.routes import route as r
-from torchrelay.transports.routes.choice import BY_NAME, services
+from torchrelay.transports.routes.choice import ALWAYS, BY_NAME, services
 from torchrelay.transports.routes.outgoing import Outgoing
 from torchrelay.transports.streams.chunk_sender import ChunkSent, FeedBroken
 from torchrelay.transports.streams.workers import Workers
@@ -115,7 +115,9 @@ class Sending:
         verify, options, peers = self._options.verify, self._options, self._peers.values()
         accepts = [peer.accept for peer in peers if peer.accept is not None]
         outcomes: dict[int | str, Outcome] = {peer.rank: self._outcome(peer) for peer in peers}
-        taken = {one.route for one in outcomes.values() if one.route} or {options.route or "tcp"}
+        taken = {one.route for one in outcomes.values() if one.route} or {
+            options.route or ALWAYS.name
+        }
         return Report(
             step=options.step,
             bytes=self.snapshot.chunks.nbytes,
@@ -244,8 +246,8 @@ class Sending:
             peer.settled = self._node.settle(join.address.node, join.committed)
         offer = self._make_offer(peer, join, several)
         self.send(peer, offer)
-        likely = join.place.devices and not join.parts and "cuda_ipc" in offer.routes
-        if likely and offer.verify:
+        of_gpus = any(BY_NAME[name].of_gpus for name in offer.routes)
+        if of_gpus and join.place.devices and not join.parts and offer.verify:
             # Devices hash what lies there: the receiver is likely to ask for it.
             self._workers.submit(self._outgoing.hash_on_devices)
 

@@ -203,7 +203,7 @@ class SenderMachine:
             self.fail(peer, reason)
         else:
             peer.accept = accept
-            waits = route.name == "tcp" and accept.reads is None and len(self.peers) > 1
+            waits = route.chained and accept.reads is None and len(self.peers) > 1
             assert peer.join is not None
             if waits and peer.join.address is not None and self.joining:
                 peer.stage = Stage.ACCEPTED

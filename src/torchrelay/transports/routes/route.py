@@ -220,7 +220,9 @@ class Route:
     name: str
     service: Callable[[Receiver], RouteService]
     fetch: Callable[[bytes, Incoming], RouteFetch | Unavailable]  # takes what the sender offers
-    reads: bool = False  # the receiver takes the bytes itself
+    reads: bool = False  # the receiver takes the bytes itself, from memory of this host
+    of_gpus: bool = False  # from memory of GPUs, which hash what lies there
+    chained: bool = False  # a receiver can pass the bytes on to the next
     in_offer: bool = False  # a receiver of all of a state needs no more, and waits for no `Go`
     compared_by_request: bool = False  # the kernel copies: digests are compared if `verify` is True
 

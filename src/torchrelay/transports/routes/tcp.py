@@ -306,4 +306,4 @@ class TcpFetch(r.RouteFetch):
         self._stop_feeding()
 
 
-ROUTE = r.Route("tcp", TcpService, lambda facts, incoming: TcpFetch(incoming))
+ROUTE = r.Route("tcp", TcpService, lambda facts, incoming: TcpFetch(incoming), chained=True)

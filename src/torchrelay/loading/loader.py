@@ -19,8 +19,6 @@ import msgspec
 import torch
 
 from torchrelay.arguments import items_of
-from torchrelay.checkpointer.rank_load import RankLoad
-from torchrelay.checkpointer.selection import add_savers, check_include
 from torchrelay.coordination.call import Call
 from torchrelay.coordination.coordinator import Coordinator
 from torchrelay.deadlines import Deadline, Stopwatch
@@ -38,6 +36,8 @@ from torchrelay.landing.commit.ending import TORN
 from torchrelay.landing.options import LandingOptions, checked_device
 from torchrelay.landing.places import Landed
 from torchrelay.landing.workspace import Workspace
+from torchrelay.loading.rank_load import RankLoad
+from torchrelay.loading.selection import add_savers, check_include
 from torchrelay.memory.bounded import bounded
 from torchrelay.memory.pool import CheckedWorkspace
 from torchrelay.memory.uninterrupted import uninterrupted

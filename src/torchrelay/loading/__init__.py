@@ -1,0 +1,1 @@
+"""A step of any source becomes a state: planned, checked and landed on all ranks together."""
