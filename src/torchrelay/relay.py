@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from torchrelay.arguments import items_of
-from torchrelay.coordination.groups import check_group, current_group
+from torchrelay.coordination.groups import check_group, current_group, store_of
 from torchrelay.deadlines import Deadline, Timeout, seconds_of
 from torchrelay.errors import UsageError
 from torchrelay.frames import emptied_frames
@@ -27,7 +27,7 @@ from torchrelay.resharding.gather import Gather
 from torchrelay.results import Loaded, Report
 from torchrelay.steps import check_step
 from torchrelay.system import needs_linux
-from torchrelay.transports.meeting.node import Node, node_of
+from torchrelay.transports.meeting.node import Meeting, meet
 from torchrelay.transports.protocol.options import ReceiveOptions, SendOptions, TransferCall
 from torchrelay.transports.protocol.receiver import Receiving
 from torchrelay.transports.protocol.sender import Sending
@@ -38,15 +38,18 @@ from torchrelay.transports.streams.chunk_sender import MAX_CONNECTIONS
 
 if TYPE_CHECKING:
     from torchrelay.endpoint.share import SharedState
-    from torchrelay.sources.peer import PeerSource
+    from torchrelay.sources.peer import PeerNotes, PeerSource
 
 
 class Relay:
     """Moves states between ranks of a process group. Ranks are ranks of that group, as it is when a
     call begins: torchft's groups have others after each quorum.
 
-    The group is used to find the other ranks; everything else goes over sockets between them, so
-    any backend will do, and a rank that died does not affect transfers between the others.
+    Ranks find each other in the group's store; everything else goes over sockets between them, so
+    any backend will do, and a rank that died does not affect transfers between the others. Every
+    group of torch has a store. A group of other making needs `rank()` and `size()`, and if it has
+    no store, `store` is a `torch.distributed.Store` that its ranks share.
+
     `timeout` bounds each call. With several receivers `join_window` is how long the first to come
     wait for the others, and how long a receiver may make no progress before the others continue
     without it.
@@ -74,6 +77,7 @@ class Relay:
         route: str | None = None,
         pool: int | None = None,
         connections: int | None = None,
+        store: Any = None,
     ) -> None:
         needs_linux("Relay")
         if group is None:
@@ -91,8 +95,11 @@ class Relay:
         most = MAX_CONNECTIONS
         if connections is not None and connections not in range(1, most + 1):
             raise UsageError(f"connections is a number from 1 to {most}, not {connections!r}")
+        stores: type = dist.Store  # type: ignore[attr-defined]
+        if store is not None and not isinstance(store, stores):
+            raise UsageError(f"store is a torch.distributed.Store, not {type(store).__name__}")
         Deadline(timeout)
-        self._group = group
+        self._group, self._store = group, store
         self._timeout = timeout
         self._join_window = seconds_of(join_window, "join_window")
         self._chunk_bytes = chunk_bytes
@@ -106,9 +113,12 @@ class Relay:
         self._closed = False
         self._owner = Owner("Relay", "move states in the parent, which has the group's connections")
         self._joining = threading.Lock()
-        self._joined: tuple[Any, Node] | None = None
+        self._joined: tuple[Any, Meeting] | None = None
+        found = None
         with suppress(UsageError):  # a group that is configured later is joined by the first call
-            self._join()
+            found = current_group(group)
+        if found is not None:
+            self._join(found)
 
     @property
     def rank(self) -> int:
@@ -248,14 +258,14 @@ class Relay:
         from torchrelay.endpoint.share import SharedState  # most relays need no server
 
         self._check_open()
-        return SharedState(current_group(self._group), state, step, self._timeout)
+        return SharedState(self._notes(), self.rank, state, step, self._timeout)
 
     def peer(self, rank: int) -> PeerSource:
         """The state that a rank of the group offers with `share`, as a source of `recover`."""
-        from torchrelay.sources.peer import PeerNotes, PeerSource
+        from torchrelay.sources.peer import PeerSource
 
         self._check_rank(rank)
-        return PeerSource(PeerNotes(current_group(self._group)), rank)
+        return PeerSource(self._notes(), rank)
 
     def close(self) -> None:
         """Free the memory that was kept. The group and the states received are the caller's."""
@@ -270,19 +280,23 @@ class Relay:
     def __exit__(self, *exc: object) -> None:
         self.close()
 
-    def _join(self) -> tuple[Any, Node]:
-        """The group of the moment, and this process's end of it."""
-        group = current_group(self._group)
+    def _notes(self) -> PeerNotes:
+        from torchrelay.sources.peer import PeerNotes
+
+        return PeerNotes(store_of(current_group(self._group), self._store))
+
+    def _join(self, group: Any) -> Meeting:
+        """Where this process meets the other ranks of the group of the moment."""
         with self._joining:
             if self._joined is None or self._joined[0] is not group:
                 if self._joined is not None:
                     self._resources.close()  # its processes have other ids in this group
-                self._joined = group, node_of(group)
-            return self._joined
+                self._joined = group, meet(group, self._store)
+            return self._joined[1]
 
     def _member(self) -> Member:
-        group, node = self._join()
-        return Member(node, group, group.rank(), self._resources, self._workspace)
+        group = current_group(self._group)
+        return Member(self._join(group), group, group.rank(), self._resources, self._workspace)
 
     def _peers(self, given: int | Iterable[int]) -> list[int]:
         ranks = items_of("a peer", given, int, "a rank")

@@ -7,7 +7,6 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -60,7 +59,7 @@ def test_a_wait_is_longer_than_a_stall(endpoint: Endpoint, monkeypatch: pytest.M
 
 def test_a_rank_that_shares_its_state_later_is_waited_for() -> None:
     store: Any = dist.HashStore()
-    notes = PeerNotes(SimpleNamespace(get_group_store=lambda: store))
+    notes = PeerNotes(store)
     found: list[Any] = []
     thread = waiting(PeerSource(notes, 0), found)
     token = "a-token-of-this-test"

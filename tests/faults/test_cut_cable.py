@@ -68,7 +68,7 @@ def wait_for(folder: str, name: str, seconds: float = LONG) -> None:
 
 def wait_until_reached(relay: tr.Relay, rank: int) -> None:
     """The kernel takes a moment to notice that a cable is back."""
-    there = relay._member().node.directory.find(rank, Deadline(LONG))
+    there = relay._member().meeting.directory.find(rank, Deadline(LONG))
     end = time.monotonic() + LONG
     while True:
         try:

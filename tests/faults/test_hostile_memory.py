@@ -297,7 +297,7 @@ def gone_astray(rank: int, group: Any, name: str) -> Any:
     def alter(message: Any) -> Any:
         if not isinstance(message, Go):
             return message
-        receiver = relay._member().node.directory.find(2, Deadline(TIMEOUT)).address
+        receiver = relay._member().meeting.directory.find(2, Deadline(TIMEOUT)).address
         return Go(write(astray(read_as(TcpGo, message.data), name, receiver)))
 
     with altering(alter):

@@ -22,7 +22,7 @@ import xxhash
 
 from torchrelay.coordination.call import Call, CallChannel, GroupCall
 from torchrelay.coordination.group_store import GroupStore, StoreLost
-from torchrelay.coordination.groups import check_group, default_group, members_of
+from torchrelay.coordination.groups import check_group, default_group, members_of, store_of
 from torchrelay.coordination.messages import CallName, RankMessage
 from torchrelay.metrics import Measurement
 
@@ -49,7 +49,7 @@ class Coordinator:
         self._alone = group is None
         self.channel: CallChannel | None = None  # where several ranks meet
         if self.world > 1:
-            store = GroupStore(group.get_group_store(), f"torchrelay/{purpose}/")
+            store = GroupStore(store_of(group), f"torchrelay/{purpose}/")
             # Counted in the store, which lives as long as the group, unlike a process.
             self._number = store.add(f"made/{self.rank}/{name}", 1)
             subject = f" of the {purpose} {name}" if name else ""

@@ -78,6 +78,22 @@ def current_group(group: Any) -> Any:
     return found
 
 
+def store_of(group: Any, store: Any = None) -> Any:
+    """The store in which the ranks of a group find each other: the one that a caller names, or the
+    group's own. Every group of torch has one; `UsageError` for a group that has none."""
+    if store is not None:
+        return store
+    with suppress(AttributeError, RuntimeError):
+        store = group.get_group_store()
+    if store is None:
+        raise UsageError(
+            f"{type(group).__name__} has no store, in which its ranks find each other: use a group "
+            "of torch.distributed, or name a store that all its ranks share: "
+            "Relay(group, store=...)"
+        )
+    return store
+
+
 def members_of(group: Any) -> frozenset[int] | None:
     """The ranks of a group as the default group counts them; None for a group that torch does not
     know, as libraries make them."""

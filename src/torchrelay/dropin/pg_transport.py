@@ -43,7 +43,7 @@ class PGTransport:
         state_dict: if given, called to get the state that is received into, in place
         protocol: "relay", or "torch" to send to ranks that run torch's own class. With "relay",
             `recv_checkpoint` also understands a sender that runs torch's class, if that rank has
-            no `Relay` on the group.
+            no `Relay` on the group. "relay" needs the group's store, "torch" does not.
     """
 
     def __init__(

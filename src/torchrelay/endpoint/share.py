@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import secrets
 from contextlib import suppress
-from typing import Any
 
 from torchrelay.coordination.group_store import StoreLost
 from torchrelay.deadlines import Timeout
@@ -18,8 +17,10 @@ from torchrelay.transports.meeting.addresses import listen_here
 class SharedState:
     """A state that other ranks recover from, until it is closed. Made by `Relay.share`."""
 
-    def __init__(self, group: Any, state: object, step: int, timeout: Timeout) -> None:
-        self._notes, self._rank = PeerNotes(group), group.rank()
+    def __init__(
+        self, notes: PeerNotes, rank: int, state: object, step: int, timeout: Timeout
+    ) -> None:
+        self._notes, self._rank = notes, rank
         with listen_here() as probe:  # where other ranks reach this one
             host = probe.getsockname()[0]
         token = secrets.token_urlsafe(32)

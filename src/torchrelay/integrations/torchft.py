@@ -17,7 +17,7 @@ from torchrelay.coordination.groups import current_group
 from torchrelay.errors import PeerLostError
 from torchrelay.relay import Relay
 from torchrelay.transports.meeting.directory import Directory, identity_from_text
-from torchrelay.transports.meeting.node import Node
+from torchrelay.transports.meeting.node import Meeting, Node
 
 T = TypeVar("T")
 
@@ -28,7 +28,7 @@ class _Quorum:
     def __init__(self, pg: Any) -> None:
         self._pg = pg
         self.known = Directory()
-        self.relay_node = Node(self.known)
+        self.relay_meeting = Meeting(Node(), self.known)
 
     def rank(self) -> int:
         rank: int = current_group(self._pg).rank()
@@ -64,7 +64,7 @@ class RelayTransport(CheckpointTransport[T], Generic[T]):  # type: ignore[misc, 
 
     def metadata(self) -> str:
         """Where this process listens, and what admits the other members of a quorum."""
-        return self._quorum.relay_node.identity.as_text()
+        return self._quorum.relay_meeting.node.identity.as_text()
 
     def send_checkpoint(
         self, dst_ranks: list[int], step: int, state_dict: T, timeout: timedelta

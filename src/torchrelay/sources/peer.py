@@ -25,10 +25,10 @@ _shared_at = msgspec.msgpack.Decoder(SharedAt)
 
 
 class PeerNotes:
-    """Where the ranks of a group serve their states."""
+    """Where the ranks of a group serve their states, in the store of the group."""
 
-    def __init__(self, group: Any) -> None:
-        self._store = GroupStore(group.get_group_store(), "torchrelay/peers/")
+    def __init__(self, store: Any) -> None:
+        self._store = GroupStore(store, "torchrelay/peers/")
 
     def put(self, rank: int, place: SharedAt) -> None:
         self._store.put(str(rank), msgspec.msgpack.encode(place))

@@ -10,7 +10,7 @@ import torch
 
 from torchrelay.landing.workspace import Workspace
 from torchrelay.transports.meeting.departures import Departures
-from torchrelay.transports.meeting.node import Node
+from torchrelay.transports.meeting.node import Meeting, Node
 
 
 class Resource:
@@ -76,11 +76,15 @@ class Resources:
 class Member:
     """This process in its group."""
 
-    node: Node
+    meeting: Meeting
     group: Any  # the process group, for device backends
     rank: int
     resources: Resources
     workspace: Workspace
+
+    @property
+    def node(self) -> Node:
+        return self.meeting.node
 
     def buffer(self, nbytes: int, *, pinned: bool) -> torch.Tensor:
         """Host memory for a chunk; `pinned` for copies to and from a GPU. When nothing refers to it

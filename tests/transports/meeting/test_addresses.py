@@ -9,7 +9,6 @@ import pytest
 import torchrelay as tr
 from torchrelay.transports.meeting import addresses, listener
 from torchrelay.transports.meeting.addresses import SETTING, listen_here
-from torchrelay.transports.meeting.directory import Directory
 from torchrelay.transports.meeting.node import Node
 
 
@@ -56,4 +55,4 @@ def test_a_process_that_cannot_listen_says_which_setting_helps(
     monkeypatch.setenv(SETTING, "no-such-interface")
     monkeypatch.setattr(listener, "_here", None)
     with pytest.raises(tr.errors.UsageError, match=f"cannot listen for the other ranks.*{SETTING}"):
-        Node(Directory())
+        Node()

@@ -14,7 +14,8 @@ from torchrelay.errors import PeerAbortedError, PeerLostError, RemoteProtocolErr
 from torchrelay.transports.meeting import conversation
 from torchrelay.transports.meeting.connection import ConnectionLost, Inbox, MessageHeard
 from torchrelay.transports.meeting.conversation import Conversation
-from torchrelay.transports.meeting.directory import Identity
+from torchrelay.transports.meeting.directory import Directory, Identity
+from torchrelay.transports.meeting.node import Meeting
 from torchrelay.transports.wire.messages import Abort, Confirmed, Digests, Done, Go, Message
 
 SENDER = 3
@@ -30,7 +31,7 @@ class Connected:
         self.taken_bytes = 0
         self.closed = False
 
-    def connect(self, rank: int, me: int, inbox: Inbox, deadline: Deadline) -> Connected:
+    def connect(self, directory: Any, rank: int, me: int, inbox: Inbox, deadline: Deadline) -> Any:
         return self
 
     def send(self, message: Message) -> None:
@@ -47,7 +48,8 @@ def talking(seconds: float = 30.0) -> tuple[Conversation, Any]:
     node: Any = Connected()
     watch = Stopwatch()
     watch.phase = "data"
-    return Conversation(node, SENDER, 0, Deadline(seconds), watch), node
+    meeting = Meeting(node, Directory())
+    return Conversation(meeting, SENDER, 0, Deadline(seconds), watch), node
 
 
 def hear(talk: Conversation, node: Any, *said: Message) -> None:

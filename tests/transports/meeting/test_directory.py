@@ -1,18 +1,16 @@
-"""How ranks find each other: in a store, by one message each way, or by what they were given."""
+"""How ranks find each other: in a store, or by what they were given."""
 
 from __future__ import annotations
 
-import gc
 import threading
 import time
-import weakref
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
-from unittest.mock import Mock
 
 import msgspec
 import pytest
+import torch
 import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
@@ -20,21 +18,18 @@ from hypothesis import strategies as st
 import torchrelay as tr
 from tests.support.faults import attempt, same, weights
 from tests.support.storeless import Storeless
+from torchrelay.coordination.coordinator import Coordinator
 from torchrelay.deadlines import Deadline
-from torchrelay.errors import DigestError, PeerLostError, RemoteProtocolError
-from torchrelay.transports.meeting import directory as module
+from torchrelay.dropin import PGTransport
+from torchrelay.errors import DigestError, PeerLostError, RemoteProtocolError, UsageError
 from torchrelay.transports.meeting.directory import (
     Directory,
     Identity,
-    MessageDirectory,
     StoreDirectory,
     directory_of,
-    from_message,
     identity_from_text,
     read_identity,
-    to_message,
 )
-from torchrelay.transports.meeting.node import node_of
 from torchrelay.transports.wire import handshake
 
 LONG = 25.0
@@ -158,135 +153,141 @@ def test_a_store_is_used_by_others_while_a_rank_looks() -> None:
     looking.join(LONG)
 
 
-# By messages
+# Groups of other making
 
 
-def without_a_store(rank: int, group: Any) -> Any:
-    mine = Storeless(group)
-    relay = tr.Relay(mine, timeout=LONG)
+def with_a_store(rank: int, group: Any) -> Any:
+    """The group brings no store, so its ranks name one."""
+    mine, store = Storeless(group), dist.PrefixStore("ours", group.get_group_store())
+    relay = tr.Relay(mine, timeout=LONG, store=store)
     right = []
     for seed in range(3):
         if rank == 0:
             relay.send(weights(seed), [1, 2, 3])
         else:
             right.append(same(relay.recv(0).state, weights(seed)))
-    if rank in (2, 3):  # the other way round, and between two that have not met
-        if rank == 3:
-            relay.send(weights(7), 2)
+    if rank == 3:  # the other way round, and between two that have not met
+        relay.send(weights(7), 2)
+    elif rank == 2:
+        right.append(same(relay.recv(3).state, weights(7)))
+    return right
+
+
+def test_a_group_without_a_store_meets_in_one_that_is_named(pool4: Any) -> None:
+    right = pool4.run(with_a_store, fresh_group=True)
+    assert right == [[], [True] * 3, [True] * 4, [True] * 3]
+
+
+def from_a_peer(rank: int, group: Any) -> Any:
+    mine, store = Storeless(group), dist.PrefixStore("ours", group.get_group_store())
+    with tr.Relay(mine, timeout=LONG, store=store) as relay:
+        if rank == 1:
+            with relay.share(weights(1), step=5):
+                dist.barrier(group)
+                dist.barrier(group)
+            return None
+        dist.barrier(group)
+        got = tr.recover(sources=[relay.peer(1)], group=False)
+        dist.barrier(group)
+        return got.step, same(got.state, weights(1))
+
+
+def test_a_shared_state_is_found_in_a_store_that_is_named(pool2: Any) -> None:
+    assert pool2.run(from_a_peer, fresh_group=True)[0] == (5, True)
+
+
+def two_relays(rank: int, group: Any) -> Any:
+    """Each makes its own object for the same store, as two libraries in one process do."""
+    mine, store = Storeless(group), group.get_group_store()
+    first, second = (
+        tr.Relay(mine, timeout=LONG, store=dist.PrefixStore("ours", store)) for _ in range(2)
+    )
+    right = []
+    for seed, relay in enumerate((first, second, first)):
+        if rank == 0:
+            relay.send(weights(seed), 1)
         else:
-            right.append(same(relay.recv(3).state, weights(7)))
-    return isinstance(node_of(mine).directory, MessageDirectory), right, sorted(mine.messages)
+            right.append(same(relay.recv(0).state, weights(seed)))
+    return right
 
 
-def test_a_group_without_a_store_passes_one_message_each_way(pool4: Any) -> None:
-    found = pool4.run(without_a_store, fresh_group=True)
-    assert all(by_message for by_message, _, _ in found)
-    assert [right for _, right, _ in found] == [[], [True] * 3, [True] * 4, [True] * 3]
-    met = {0: (1, 2, 3), 1: (0,), 2: (0, 3), 3: (0, 2)}
-    for rank, (_, _, messages) in enumerate(found):
-        wanted = [(kind, peer, 512) for kind in ("recv", "send") for peer in met[rank]]
-        assert messages == sorted(wanted)
-
-
-ENDINGS = {"zeros": bytes(32), "one zero": b"x" * 31 + b"\0", "two": b"x" * 30 + b"\0\0"}
-
-
-class Mailbox:
-    """A group of two without a store, in one process: what one sends the other receives."""
-
-    def __init__(self) -> None:
-        self.boxes: dict[int, list[Any]] = {0: [], 1: []}
-
-    def member(self, rank: int) -> Any:
-        def send(tensors: Any, to: int, tag: int) -> None:
-            self.boxes[to] += [one.clone() for one in tensors]
-
-        def recv(tensors: Any, source: int, tag: int) -> Callable[[], None]:
-            return lambda: tensors[0].copy_(self.boxes[rank].pop())
-
-        return Mock(send=send, recv=recv)
-
-
-@pytest.mark.parametrize("token", ENDINGS.values(), ids=ENDINGS)
-def test_a_token_with_any_ending_arrives(monkeypatch: pytest.MonkeyPatch, token: bytes) -> None:
-    """A token is random: one in 256 ends with a zero, as the padding does."""
-    arrivals: list[Callable[[], None]] = []
-
-    def watch(group: Any, work: Any, data: Any, report: Any) -> None:
-        if work is not None:
-            arrivals.append(lambda: (work(), report(None)))
-
-    monkeypatch.setattr(module, "watch", watch)
-    mailbox = Mailbox()
-    groups = [mailbox.member(rank) for rank in (0, 1)]
-    found = [msgspec.structs.replace(identity(), token=token) for _ in groups]
-    directories = [MessageDirectory(group) for group in groups]
-    for rank, one in enumerate(directories):
-        one.publish(found[rank])
-        one.introduce(1 - rank)
-    for arrive in arrivals:
-        arrive()
-    assert [one.find(1 - rank, Deadline(LONG)) for rank, one in enumerate(directories)] == [
-        found[1],
-        found[0],
-    ]
-
-
-@given(st.binary(min_size=32, max_size=32), st.text(max_size=64))
-def test_a_message_has_the_identity_that_it_was_made_of(token: bytes, host: str) -> None:
-    one = msgspec.structs.replace(identity(), token=token, host=host)
-    message = to_message(one)
-    assert len(message) == 512 and from_message(message, 3) == one
-
-
-@given(st.binary(min_size=512, max_size=512))
-def test_other_messages_are_refused(message: bytes) -> None:
-    with pytest.raises(RemoteProtocolError):
-        from_message(message, 3)
-
-
-def test_a_message_without_a_length_or_with_more_behind_it_is_refused() -> None:
-    one = identity()
-    for message in (one.encode().ljust(512, b"\0"), to_message(one)[:-1] + b"x", b"\xff" * 512):
-        with pytest.raises(RemoteProtocolError, match="unreadable identity") as caught:
-            from_message(message, 3)
-        assert caught.value.rank == 3
+def test_two_relays_of_one_group_are_one_process_to_its_ranks(pool2: Any) -> None:
+    assert pool2.run(two_relays, fresh_group=True) == [[], [True] * 3]
 
 
 def nobody_there(rank: int, group: Any) -> Any:
     """Rank 0 calls a rank that has no relay yet, and again when it has."""
-    mine = Storeless(group)
+    mine, store = Storeless(group), dist.PrefixStore("ours", group.get_group_store())
     if rank == 0:
-        relay = tr.Relay(mine, timeout=LONG)
+        relay = tr.Relay(mine, timeout=LONG, store=store)
         out = attempt(lambda: relay.recv(1, timeout=0.3))
         dist.barrier(group)
-        return out.error, out.seconds < 5, same(relay.recv(1).state, weights(1))
+        return out.error, same(relay.recv(1).state, weights(1))
     dist.barrier(group)
     if rank == 1:
-        tr.Relay(mine, timeout=LONG).send(weights(1), 0)
+        tr.Relay(mine, timeout=LONG, store=store).send(weights(1), 0)
     return None
 
 
 def test_a_rank_that_comes_later_is_met_then(pool4: Any) -> None:
-    assert pool4.run(nobody_there, fresh_group=True)[0] == ("TransferTimeoutError", True, True)
+    assert pool4.run(nobody_there, fresh_group=True)[0] == ("TransferTimeoutError", True)
 
 
-def test_a_group_tells_how_its_ranks_meet() -> None:
+class Alone:
+    """Rank 0 of two."""
+
+    def rank(self) -> int:
+        return 0
+
+    def size(self) -> int:
+        return 2
+
+
+class Raises(Storeless):
+    def get_group_store(self) -> Any:
+        raise RuntimeError("no store was set")
+
+
+WITHOUT_STORE = {
+    "no method": lambda: Storeless(Alone()),
+    "none": lambda: dist.ProcessGroup(0, 2),
+    "an error": lambda: Raises(Alone()),
+}
+REFUSED = r"has no store, in which its ranks find each other: .* Relay\(group, store=...\)"
+
+
+@pytest.mark.parametrize("make", WITHOUT_STORE.values(), ids=WITHOUT_STORE)
+def test_a_group_without_a_store_is_refused(make: Callable[[], Any]) -> None:
+    group = make()
+    with pytest.raises(UsageError, match=f"^{type(group).__name__} {REFUSED}$"):
+        tr.Relay(group)
+    store = dist.HashStore()
+    tr.Relay(group, store=store).close()
+    with pytest.raises(UsageError, match=REFUSED):  # also when another relay named one
+        tr.Relay(group)
+    with pytest.raises(UsageError, match=REFUSED):
+        PGTransport(group, timedelta(seconds=LONG), torch.device("cpu"))
+    with pytest.raises(UsageError, match=REFUSED):
+        Coordinator(group, "test")
+
+
+def test_the_store_that_a_caller_names_is_used() -> None:
     class WithStore(Storeless):
+        own = dist.HashStore()
+
         def get_group_store(self) -> Any:
-            return dist.HashStore()
+            return self.own
 
-    class Raises(Storeless):
-        def get_group_store(self) -> Any:
-            raise RuntimeError("no store was set")
+    group, store = WithStore(Alone()), dist.HashStore()
+    mine, theirs = tr.Relay(group)._member(), tr.Relay(group, store=store)._member()
+    assert mine.node is theirs.node, "a process has one identity in a group"
+    for found in (WithStore.own, store):
+        assert directory_of(group, found).find(0, Deadline(LONG)) == mine.node.identity
 
-    class One:
-        def rank(self) -> int:
-            return 0
 
-    assert isinstance(directory_of(WithStore(One())), StoreDirectory)
-    assert isinstance(directory_of(Raises(One())), MessageDirectory)
-    assert isinstance(directory_of(Storeless(One())), MessageDirectory)
+def test_a_store_is_a_store_of_torch() -> None:
+    with pytest.raises(UsageError, match=r"store is a torch.distributed.Store, not dict"):
+        tr.Relay(Storeless(Alone()), store={})
 
 
 # As it was given
@@ -298,26 +299,3 @@ def test_what_was_given_is_found() -> None:
     directory.give(4, one)
     directory.forget(4)
     assert directory.knows(4) and directory.find(4, Deadline(1)) == one
-
-
-def test_a_directory_ends_with_its_group_after_a_failed_exchange(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """The fault that is kept does not lead back to it: the collector may be off for hours."""
-    reports: list[Any] = []
-    group: Any = Mock()
-    monkeypatch.setattr(module, "watch", lambda group, work, data, report: reports.append(report))
-    gc.disable()
-    try:
-        for fault in (RuntimeError("the pair broke"), None):  # or bytes that say nothing
-            made = MessageDirectory(group)
-            made.publish(identity())
-            made.introduce(1)
-            reports[1](fault)
-            assert made._met[1]
-            gone = weakref.ref(made)
-            reports.clear()
-            del made
-            assert gone() is None
-    finally:
-        gc.enable()

@@ -31,12 +31,14 @@ class Two:
 
     def __init__(self) -> None:
         store = dist.HashStore()
-        self.sender = Node(StoreDirectory(store, SENDER))
-        self.receiver = Node(StoreDirectory(store, RECEIVER))
+        self.sender, self.receiver = Node(), Node()
+        self._directory = StoreDirectory(store, RECEIVER)
+        StoreDirectory(store, SENDER).publish(self.sender.identity)
 
     def connect(self, rank: int = RECEIVER) -> tuple[Connection, Inbox]:
         inbox = Inbox()
-        return self.receiver.connect(SENDER, rank, inbox, Deadline(SOON)), inbox
+        found = self.receiver.connect(self._directory, SENDER, rank, inbox, Deadline(SOON))
+        return found, inbox
 
     def join(self, step: int | None = None, rank: int = RECEIVER) -> tuple[Connection, Inbox]:
         connection, inbox = self.connect(rank)

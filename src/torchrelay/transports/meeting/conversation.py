@@ -20,7 +20,7 @@ from torchrelay.errors import (
     TransferTimeoutError,
 )
 from torchrelay.transports.meeting.connection import ConnectionLost, Inbox, MessageHeard
-from torchrelay.transports.meeting.node import Node
+from torchrelay.transports.meeting.node import Meeting
 from torchrelay.transports.wire.messages import Abort, Message, NodeAddress, Ping
 
 M = TypeVar("M", bound=Message)
@@ -54,9 +54,9 @@ class Conversation:
     """With one sender. Its inbox also takes what the workers of the transfer report."""
 
     def __init__(
-        self, node: Node, sender: int, me: int, deadline: Deadline, watch: Stopwatch
+        self, meeting: Meeting, sender: int, me: int, deadline: Deadline, watch: Stopwatch
     ) -> None:
-        self.node, self.sender, self.me = node, sender, me
+        self.node, self.sender, self.me = meeting.node, sender, me
         self.deadline, self.watch = deadline, watch
         self.step: int | None = None
         self.done = ""  # how far the transfer is, for an error
@@ -64,7 +64,7 @@ class Conversation:
         self.patience = 0.0  # seconds without a sign of the sender, after which it is lost
         self._silence = _Silence()
         self._overtime: Deadline | None = None
-        self._connection = node.connect(sender, me, self.inbox, deadline)
+        self._connection = self.node.connect(meeting.directory, sender, me, self.inbox, deadline)
 
     @property
     def address(self) -> NodeAddress:

@@ -1,36 +1,30 @@
 """Where the ranks of a group are found: each publishes an `Identity` and looks up the others'.
 
-Most groups have a store. A group without one exchanges the same bytes by one message each way, and
-a library that has its own way to hand them around (torchft's metadata) passes them in.
+They do so in a store: the group's, or one that the caller names. A library that has its own way to
+hand identities around (torchft's metadata) passes them in.
 """
 
 from __future__ import annotations
 
-import struct
 import time
-import weakref
 from base64 import urlsafe_b64decode, urlsafe_b64encode
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Annotated, Any
 
 import msgspec
-import torch
 import torch.distributed as dist
 import xxhash
 from msgspec import Meta
 
 from torchrelay.coordination.group_store import pause_after
+from torchrelay.coordination.groups import store_of
 from torchrelay.deadlines import TICK, Deadline
 from torchrelay.errors import DigestError, PeerLostError, RemoteProtocolError, TransferTimeoutError
 from torchrelay.memory import threads
-from torchrelay.transports.c10d import ProcessGroup, inside_backend, watch
+from torchrelay.transports.c10d import inside_backend
 from torchrelay.transports.wire import handshake
 from torchrelay.transports.wire.messages import Id, Key, Name, NodeAddress
-
-_TAG = (1 << 30) + 7  # clear of the tags of torch's own protocol
-_MESSAGE_BYTES = 512
-_LENGTH = struct.Struct("<H")
 
 
 class Identity(msgspec.Struct, array_like=True, frozen=True):
@@ -94,24 +88,6 @@ def identity_from_text(text: str, rank: int) -> Identity:
     return read_identity(data, rank)
 
 
-def to_message(identity: Identity) -> bytes:
-    """An identity as a message of fixed size: its length, its bytes, and padding. The length says
-    where it ends: the last bytes of a token may be any, zeros too."""
-    data = identity.encode()
-    return (_LENGTH.pack(len(data)) + data).ljust(_MESSAGE_BYTES, b"\0")
-
-
-def from_message(message: bytes, rank: int) -> Identity:
-    """`RemoteProtocolError` for bytes that no process of this version sent."""
-    (length,) = _LENGTH.unpack_from(message)
-    data = message[_LENGTH.size :]
-    if length > len(data) or any(data[length:]):
-        raise RemoteProtocolError(
-            "an unreadable identity: use the same version of torchrelay on both sides", rank=rank
-        )
-    return read_identity(data[:length], rank)
-
-
 class Directory:
     """The identities of ranks, as it was given them. Threads may share it."""
 
@@ -120,12 +96,6 @@ class Directory:
 
     def give(self, rank: int, identity: Identity) -> None:
         self._found[rank] = identity
-
-    def publish(self, identity: Identity) -> None:
-        """Let the other ranks find this process."""
-
-    def introduce(self, rank: int) -> None:
-        """A rank is about to look for this process."""
 
     def find(self, rank: int, deadline: Deadline) -> Identity:
         """`TransferTimeoutError` if the rank has published nothing by the deadline."""
@@ -161,6 +131,7 @@ class StoreDirectory(Directory):
         self._rank = rank
 
     def publish(self, identity: Identity) -> None:
+        """Let the other ranks find this process."""
         self._store.set(str(self._rank), identity.encode())
 
     def knows(self, rank: int) -> bool:
@@ -212,58 +183,7 @@ class StoreDirectory(Directory):
         return found  # another call may have forgotten it by now
 
 
-class MessageDirectory(Directory):
-    """Identities by one message each way, for a group without a store.
-
-    A message that was posted cannot be taken back, so one is posted for each rank, ever. Whoever
-    comes first waits for the other's.
-    """
-
-    def __init__(self, group: ProcessGroup) -> None:
-        super().__init__()
-        self._group = weakref.ref(group)
-        self._mine = b""
-        # Why nothing came from these ranks. As text: an error leads to the directory, which then
-        # outlives its group.
-        self._met: dict[int, list[str]] = {}
-
-    def publish(self, identity: Identity) -> None:
-        self._mine = to_message(identity)
-
-    def introduce(self, rank: int) -> None:
-        group = self._group()
-        if rank in self._met or group is None:
-            return
-        faults = self._met[rank] = []
-        ours = torch.frombuffer(bytearray(self._mine), dtype=torch.uint8)
-        theirs = torch.zeros(_MESSAGE_BYTES, dtype=torch.uint8, device="cpu")
-
-        def report(fault: Exception | None) -> None:
-            if fault is not None:
-                faults.append(str(fault))
-                return
-            try:
-                self.give(rank, from_message(bytes(theirs.tolist()), rank))
-            except (DigestError, RemoteProtocolError) as found:
-                faults.append(str(found))
-
-        # If it does not arrive, the receiver finds out for itself.
-        watch(group, group.send([ours], rank, _TAG), ours, lambda fault: None)
-        watch(group, group.recv([theirs], rank, _TAG), theirs, report)
-
-    def find(self, rank: int, deadline: Deadline) -> Identity:
-        self.introduce(rank)
-        faults = self._met[rank]
-        _wait_until(lambda: bool(faults) or self.knows(rank), rank, deadline)
-        for fault in faults:
-            raise PeerLostError(f"rank {rank} cannot be reached over the group: {fault}")
-        return self._found[rank]
-
-
-def directory_of(group: Any) -> Directory:
-    """How the ranks of a group find each other."""
-    with suppress(AttributeError, RuntimeError):  # a group of another library may have no store
-        store = group.get_group_store()
-        if store is not None:
-            return StoreDirectory(store, group.rank())
-    return MessageDirectory(group)
+def directory_of(group: Any, store: Any = None) -> StoreDirectory:
+    """Where the ranks of a group find each other: in this store, or in the group's own.
+    `UsageError` if there is neither."""
+    return StoreDirectory(store_of(group, store), group.rank())

@@ -47,8 +47,9 @@ class Listener:
         self.host, self.port = self._socket.getsockname()[:2]
         self.loop = asyncio.new_event_loop()
         self._nodes: weakref.WeakValueDictionary[bytes, Admission] = weakref.WeakValueDictionary()
-        self.group_nodes: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
-        self.lock = threading.Lock()  # of `group_nodes`
+        # By group, and by the store that a caller named: see `meet`.
+        self.meetings: weakref.WeakKeyDictionary[Any, dict[Any, Any]] = weakref.WeakKeyDictionary()
+        self.lock = threading.Lock()  # of `meetings`
         self._strangers: dict[asyncio.Task[None], None] = {}  # the oldest first
         self.loop.call_soon(self._accept_from_now_on)
         try:

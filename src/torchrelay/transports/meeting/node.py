@@ -83,8 +83,7 @@ Put = Callable[[socket.socket], None]
 class Node:
     """Sends and receives of a process in one group meet their peers here. Threads may share it."""
 
-    def __init__(self, directory: Directory) -> None:
-        self.directory = directory
+    def __init__(self) -> None:
         here = self._listener = listener_here()
         self._loop = here.loop
         self.identity = Identity(
@@ -96,13 +95,10 @@ class Node:
         self.committed = LastTransfers()  # by sender, the last transfer from it
         self.unknown = LastTransfers()  # by receiver, the one that it may have committed
         here.add(self.identity.node, self)
-        directory.publish(self.identity)
 
     @contextlib.contextmanager
     def open(self, send: OpenSend) -> Iterator[None]:
         """Within: receivers come to a send, as `ReceiverJoined` in its inbox."""
-        for rank in send.ranks:
-            self.directory.introduce(rank)
         self._listener.run(self._open, send)
         try:
             yield
@@ -113,9 +109,11 @@ class Node:
         """A receiver came too late for a send: it waits for the next one."""
         self._listener.run(self._wait, joined)
 
-    def connect(self, rank: int, me: int, inbox: Inbox, deadline: Deadline) -> Connection:
+    def connect(
+        self, directory: Directory, rank: int, me: int, inbox: Inbox, deadline: Deadline
+    ) -> Connection:
         """A control connection to a sender, whose messages come to the inbox."""
-        sock, identity = call_rank(self.directory, rank, me, deadline)
+        sock, identity = call_rank(directory, rank, me, deadline)
         connection = Connection(sock, self._loop, rank, inbox.put, identity)
         connection.start()
         return connection
@@ -221,18 +219,30 @@ class Node:
             self._loop.call_later(max(0.0, again - now) + 0.001, self._match)
 
 
-def node_of(group: Any) -> Node:
-    """The one node of a group in this process: it ends with the group. A stand-in for a group may
-    bring its own."""
-    own = getattr(group, "relay_node", None)
-    if isinstance(own, Node):
+class Meeting(NamedTuple):
+    """Where a process meets the other ranks of a group."""
+
+    node: Node
+    directory: Directory
+
+
+def meet(group: Any, store: Any = None) -> Meeting:
+    """The one node of this process in a group, published in this store, or in the group's own. The
+    node ends with the group. A stand-in for a group may bring its own `relay_meeting`."""
+    own = getattr(group, "relay_meeting", None)
+    if isinstance(own, Meeting):
         return own
     here = listener_here()
     with here.lock:
-        node = here.group_nodes.get(group)
-        if node is None:
-            node = here.group_nodes[group] = Node(directory_of(group))
-        return node
+        known = here.meetings.setdefault(group, {})
+        if store not in known:
+            directory = directory_of(group, store)
+            # Two stores of one caller may be the same one, which then has the same identity twice.
+            node = next(iter(known.values())).node if known else Node()
+            directory.publish(node.identity)
+            known[store] = Meeting(node, directory)
+        found: Meeting = known[store]
+        return found
 
 
 # Calling another process. It blocks, within a deadline.

@@ -88,7 +88,7 @@ class SourceRank:
                 claim = place.claim(self._nonce, member.rank, rank, bytes(16))
                 self._proof = place.Proof(claim)
                 fd = self._proof.process.fd
-        self.talk = Conversation(member.node, rank, member.rank, call.deadline, call.watch)
+        self.talk = Conversation(member.meeting, rank, member.rank, call.deadline, call.watch)
         committed = member.node.committed.find(self.talk.process) or b""
         address = member.node.identity.address
         self.talk.send(m.Join(options.step, parts, here, self._nonce, fd, committed, address))
