@@ -11,6 +11,7 @@ import torch
 
 import torchrelay as tr
 from tests.support.ranks import RankPool
+from tests.support.trips import trip
 from torchrelay import dropin
 from torchrelay.record import manifest as m
 from torchrelay.record.encoding import decode, encode
@@ -18,13 +19,13 @@ from torchrelay.record.keys import check_keys
 from torchrelay.state.tree import flatten, unflatten
 
 
-def state(numbers: int = 40_000, tuples: int = 6_000) -> dict[str, Any]:
+def state(numbers: int = 200_000, tuples: int = 100_000) -> dict[str, Any]:
     """A routing table, and a cache by coordinates."""
     shared = torch.arange(3.0)
     return {
         "routes": {n * 1_000_003 - 17: None for n in range(numbers)},
         "cache": {(n // 90, n % 90 - 45, f"{n}"): shared for n in range(tuples)},
-        "floats": {n / 7: True for n in range(tuples)},
+        "floats": {n / 7: True for n in range(6_000)},
         "w": shared,
     }
 
@@ -57,26 +58,37 @@ def test_saved_loaded_and_pulled(tmp_path: Path) -> None:
         into = emptied(sent)
         checkpointer.load(into)
         check(into, sent)
-    with tr.serve(sent, step=1, timeout=120) as endpoint:
-        check(tr.pull(endpoint.url, timeout=120).state, sent)
+    some = state(40_000, 6_000)
+    with tr.serve(some, step=1, timeout=120) as endpoint:
+        check(tr.pull(endpoint.url, timeout=120).state, some)
 
 
 def sent_and_received(rank: int, group: Any) -> None:
-    sent = state()
-    with tr.Relay(group, timeout=60) as relay:
-        transport = dropin.PGTransport(group, timedelta(seconds=60), torch.device("cpu"))
+    sent, some = state(), state(40_000, 6_000)
+    with tr.Relay(group, timeout=120) as relay:
+        transport = dropin.PGTransport(group, timedelta(seconds=120), torch.device("cpu"))
         if rank == 0:
             relay.send(sent, to=[1], step=1)
-            transport.send_checkpoint([1], sent)
+            relay.send(sent, to=[1], step=2)
+            transport.send_checkpoint([1], some)
             return
         into = emptied(sent)
         relay.recv(0, into=into, step=1)
         check(into, sent)
-        check(transport.recv_checkpoint(0), sent)
+        check(relay.recv(0, step=2).state, sent)
+        check(transport.recv_checkpoint(0), some)
 
 
 def test_sent_and_received(pool2: RankPool) -> None:
-    pool2.run(sent_and_received)
+    pool2.run(sent_and_received, timeout=300)
+
+
+def test_one_long_key_costs_the_others_nothing() -> None:
+    """Python hashes -1 and -2 alike: of the short keys, two and two have one hash."""
+    short = {(n, sign): n for n in range(5_000) for sign in (-1, -2)}
+    sent = {(1,) * 100_000: 0, **short}
+    state = {"keys": sent, "members": {*sent}}
+    assert trip(state).state == state
 
 
 @pytest.mark.slow

@@ -79,7 +79,7 @@ def check_keys(keys: Sequence[Key]) -> None:
     values = [key if type(key) in PLAIN else decode_key(key) for key in keys]
     if len(keys) > FEW:
         hashes = np.fromiter(map(hash, values), np.int64, len(values)).astype(np.uint64)
-        check_dict(hashes, max(map(_items, keys)))
+        check_dict(hashes, [*map(_items, keys)])
     different = [
         value if isinstance(value, str) else _spelled(value)
         for value in values

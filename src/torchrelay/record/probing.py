@@ -14,6 +14,7 @@ A dict of 8 slots: keys 0, 8, 16 all try slot 0 first. Key 0 stays; 8 and 16 try
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -44,9 +45,10 @@ def hashes_of(numbers: _Slots) -> Hashes:
     return hashes
 
 
-def check_dict(hashes: Hashes, items: int = 1) -> None:
+def check_dict(hashes: Hashes, items: Sequence[int] | None = None) -> None:
     """Raise `ManifestError` unless a dict of keys with these hashes, in this order, is built in
-    time linear in their number. `items` bounds the parts of a key that have to be compared."""
+    time linear in their number. `items`: how many parts of each key may have to be compared to tell
+    it from another, one by default."""
     if len(hashes) <= FEW:
         return
     budget = _Budget(len(hashes))
@@ -62,7 +64,7 @@ def check_dict(hashes: Hashes, items: int = 1) -> None:
         slots *= 2
 
 
-def check_set(hashes: Hashes, items: int = 1) -> None:
+def check_set(hashes: Hashes, items: Sequence[int] | None = None) -> None:
     """The same for a set that is made of a dict with these keys, and for that dict."""
     if len(hashes) <= FEW:
         return
@@ -85,14 +87,20 @@ class _Budget:
                 "to build than to read: use text in their place"
             )
 
-    def spend_on_equal(self, hashes: Hashes, items: int) -> None:
-        """Keys of equal hashes are compared with each other, item by item."""
-        ordered = np.sort(hashes)
-        ends = np.flatnonzero(np.append(ordered[1:] != ordered[:-1], True))
-        counts = np.diff(ends, prepend=-1)
-        if len(counts) < len(hashes):
-            some = counts[counts > 1].astype(np.float64)
-            self.spend(int(min((some * some).sum() * items, float(1 << 60))))
+    def spend_on_equal(self, hashes: Hashes, items: Sequence[int] | None) -> None:
+        """Keys of equal hashes are compared with each other, item by item; a long key costs those
+        that have its hash, and no others."""
+        order = np.argsort(hashes, kind="stable")
+        ordered = hashes[order]
+        starts = np.flatnonzero(np.append(True, ordered[1:] != ordered[:-1]))
+        if len(starts) == len(hashes):
+            return
+        counts = np.diff(starts, append=len(hashes)).astype(np.float64)
+        sums = counts
+        if items is not None:
+            sums = np.add.reduceat(np.asarray(items, np.float64)[order], starts)
+        shared = counts > 1
+        self.spend(int(min((counts * sums)[shared].sum(), float(1 << 60))))
 
 
 def _insert(hashes: Hashes, slots: int, budget: _Budget, *, linear: int) -> None:

@@ -158,7 +158,7 @@ def _members(members: Sequence[Any], records: Sequence[Value]) -> Collection[obj
         raise ValueError("members of a set out of order")
     if len(members) > FEW:
         hashes = np.fromiter(map(hash, members), np.int64, len(members)).astype(np.uint64)
-        check_set(hashes, 1 + max(map(len, spellings)) // 8)
+        check_set(hashes, [1 + len(one) // 8 for one in spellings])
     found = dict.fromkeys(members)
     if len(found) < len(members):
         raise ValueError("a set has one member twice")

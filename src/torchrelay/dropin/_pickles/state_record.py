@@ -168,7 +168,7 @@ class _Builder:
         if len(keys) > FEW:
             hashes = np.fromiter(map(hash, keys), np.int64, len(keys)).astype(np.uint64)
             try:
-                check_dict(hashes, max(map(_width, keys)))
+                check_dict(hashes, [*map(_width, keys)])
             except ManifestError as fault:
                 p.refuse(fault.message)
         made.update(zip(keys, children, strict=True))
