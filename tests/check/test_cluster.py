@@ -69,6 +69,7 @@ def wrong(found: dict[str, Any]) -> dict[tuple[str, str], dict[str, str]]:
     return {(row["area"], row["subject"]): row for row in found["rows"] if row["verdict"] != "ok"}
 
 
+@pytest.mark.slow
 def test_nothing_is_found_where_nothing_is_wrong(tmp_path: Path) -> None:
     with switch() as net:
         found = check(net, tmp_path / "run", {})

@@ -33,6 +33,7 @@ def test_it_ends_well_and_leaves_nothing(tmp_path: Path) -> None:
     assert list((tmp_path / "run").iterdir()) == []
 
 
+@pytest.mark.slow
 def test_the_command_prints_a_table_and_fails_for_a_folder_that_cannot_be(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     ended = run("torchrelay", "check", "--folder", str(tmp_path / "file" / "run"))

@@ -27,7 +27,10 @@ def test_few_lines_are_added(name: str) -> None:
     assert all("torchrelay" not in line for line in lines[7:] if line not in added)
 
 
-@pytest.mark.parametrize("name", JOBS)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=[pytest.mark.slow] * (name == "huggingface")) for name in JOBS],
+)
 def test_it_runs_and_continues(name: str, tmp_path: Path) -> None:
     package, first, second = JOBS[name]
     if importlib.util.find_spec(package) is None:

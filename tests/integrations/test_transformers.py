@@ -77,6 +77,7 @@ def test_a_job_that_is_asked_to_stop_saves_and_continues_exactly(tmp_path: Path)
     assert all(torch.equal(ours[key], theirs[key]) for key in ours)
 
 
+@pytest.mark.slow
 def test_the_trainer_logs_the_stalls(tmp_path: Path) -> None:
     """To what it reports to: callbacks that come before ours, as TensorBoard's does."""
     calm, _ = trained(tmp_path / "calm", "whole")
@@ -118,6 +119,7 @@ def test_a_save_that_fails_in_the_background_fails_the_run(tmp_path: Path) -> No
         trained(tmp_path / "a", "x", At(5, lambda: spoil(tmp_path / "a")))
 
 
+@pytest.mark.slow
 def test_or_is_only_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     trainer, _relay = trained(
         tmp_path / "a", "x", At(5, lambda: spoil(tmp_path / "a")), on_error="warn"
@@ -157,6 +159,7 @@ def printed(caplog: pytest.LogCaptureFixture) -> Iterator[pytest.LogCaptureFixtu
     transformers.utils.logging.disable_propagation()
 
 
+@pytest.mark.slow
 def test_a_resume_warns_of_no_weights(tmp_path: Path, printed: pytest.LogCaptureFixture) -> None:
     """They come from the step, after the trainer has looked for them. Other warnings are there."""
     trained(tmp_path, "first")

@@ -85,8 +85,10 @@ def check(folder: Path, case: Case, dies: list[int]) -> None:
 # An epoch has five batches: three updates of two batches, or five of one. The step before is saved.
 @pytest.mark.parametrize(
     ("case", "dies"),
-    [(Case(), [4]), (Case(1, workers=2, validate=False), [6])],
-    ids=["plain", "workers"],
+    [
+        pytest.param(Case(), [4], id="plain"),
+        pytest.param(Case(1, workers=2, validate=False), [6], id="workers", marks=pytest.mark.slow),
+    ],
 )
 def test_a_run_continues_exactly(tmp_path: Path, case: Case, dies: list[int]) -> None:
     check(tmp_path, case, dies)

@@ -21,6 +21,7 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, ShardOrderEntry
 from torch.distributed.tensor.placement_types import _StridedShard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from tests.support.rounds import rounds
 from torchrelay.errors import UnsupportedLeafError
 from torchrelay.geometry.shards import MeshCut, pieces_at, pieces_on_mesh
 from torchrelay.state.dtensor_pieces import placement_records
@@ -167,8 +168,9 @@ def several_pieces(outer: int, inner: int) -> list[torch.Tensor]:
     return cut_by(mesh["tp"], _StridedShard(0, split_factor=outer + 1))
 
 
-ALL = [[(outer, inner) for inner in SIZES] for outer in SIZES]  # a test each
-SOME = [(1, 3), (3, 2), (2, 3)]
+# A test each; the first half of them every day.
+ALL = [[(outer, inner) for inner in (3, 2, 4, 1)] for outer in SIZES]
+SOME = [(3, 2), (1, 3), (2, 3)]
 WAYS: list[tuple[Callable[[int, int], list[torch.Tensor]], int, list[tuple[int, int]]]] = [
     *((right_order, 1, sizes) for sizes in ALL),
     (inside_of_fsdp, 1, SOME),
@@ -189,7 +191,7 @@ WAYS: list[tuple[Callable[[int, int], list[torch.Tensor]], int, list[tuple[int, 
 def test_boxes_are_what_torch_cuts(
     way: Callable[[int, int], Any], more: int, sizes: list[tuple[int, int]]
 ) -> None:
-    for outer, inner in sizes:
+    for outer, inner in sizes[: rounds(len(sizes), 2)]:
         world = outer * inner * more
         seen = [torch.zeros(rows, 2, dtype=torch.int64) for rows in ROWS]
         held = [0] * len(ROWS)

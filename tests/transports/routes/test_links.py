@@ -73,6 +73,7 @@ def result(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.slow
 def test_the_benchmark_writes_a_whole_record(result: dict[str, Any]) -> None:
     assert [(row["who"], row["mode"]) for row in result["rows"]] == SIDES
     assert result["machine"]["cores"] >= 1
