@@ -14,7 +14,7 @@ import torch
 import torchrelay as tr
 from tests.support.ranks import RankPool
 from tests.support.ways import patched
-from torchrelay.checkpointer import loader
+from torchrelay.loading import loader
 from torchrelay.stores.local import draft
 from torchrelay.stores.local.root import StepRoot
 

@@ -17,7 +17,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 import torchrelay as tr
 from tests.support.ranks import Ranks, reached, tell
 from tests.weights.conftest import Wire
-from torchrelay.checkpointer import rank_load
+from torchrelay.loading import rank_load
 from torchrelay.weights import fetch
 
 TIMEOUT = 30
