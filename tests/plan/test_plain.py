@@ -24,14 +24,6 @@ from torchrelay.state import tensors
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 
 
-@pytest.fixture(params=["guards", "questions"])
-def likeness(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Both ways in which torch is asked what tensors are like."""
-    assert tensors._guards_tell()
-    if request.param == "questions":
-        monkeypatch.setattr(tensors, "_guards_tell", lambda: False)
-
-
 def facts(plain: PlainTensors) -> list[tuple[object, ...]]:
     kinds = [plain.kinds[number] for number in plain.kind_of.tolist()]
     columns = (column.tolist() for column in (plain.leaves, plain.addresses, plain.offsets))
@@ -81,7 +73,6 @@ COUNT = 1300
 PLACES = [700, 704, 0, 256, 511, 512, 1299]
 
 
-@pytest.mark.usefixtures("likeness")
 @pytest.mark.parametrize("odd", ODD)
 def test_one_odd_among_many(odd: str) -> None:
     first = list(ODD).index(odd)
@@ -91,7 +82,6 @@ def test_one_odd_among_many(odd: str) -> None:
         check_found(leaves)
 
 
-@pytest.mark.usefixtures("likeness")
 @pytest.mark.parametrize("odd", ["negated", "dtype", "requires grad", "transposed", "parameter"])
 def test_one_odd_among_matrices_of_several_kinds(odd: str) -> None:
     """Blocks of several kinds take another way than blocks of one."""
@@ -102,7 +92,6 @@ def test_one_odd_among_matrices_of_several_kinds(odd: str) -> None:
         check_found(leaves)
 
 
-@pytest.mark.usefixtures("likeness")
 @pytest.mark.parametrize(
     "odd", [lambda: torch.randn(3, 3).t(), lambda: torch._neg_view(torch.randn(3, 3))]
 )
@@ -114,7 +103,6 @@ def test_a_last_block_of_another_layout(odd: Callable[[], torch.Tensor]) -> None
     assert_same(leaves, trip(leaves).state)
 
 
-@pytest.mark.usefixtures("likeness")
 @given(
     st.lists(st.sampled_from(sorted(ODD)), min_size=1, max_size=4),
     st.integers(1, COUNT),
@@ -169,7 +157,7 @@ def test_memory_that_was_freed_is_not_plain() -> None:
 
 
 def test_a_nested_tensor_does_not_end_the_process() -> None:
-    """torch's guards abort on one: nobody may ask them about it."""
+    """torch raises when it is asked for the shape of one."""
     state: dict[str, Any] = {str(n): torch.ones(3) for n in range(40)}
     state["7"] = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])
     with pytest.raises(tr.errors.UnsupportedLeafError) as caught:

@@ -23,7 +23,6 @@ from torchrelay.plan.snapshot import Snapshot, capture
 from torchrelay.record import manifest as m
 from torchrelay.record.encoding import decode, encode
 from torchrelay.record.rows import LeafRows
-from torchrelay.state import tensors
 from torchrelay.state.matching import Matched
 
 State = dict[Any, Any]
@@ -120,14 +119,6 @@ def content(snapshot: Snapshot) -> bytes:
         snapshot.read(index, chunk)
         out += chunk.numpy().tobytes()
     return out
-
-
-@pytest.fixture(params=["guards", "questions"], autouse=True)
-def likeness(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Both ways in which torch is asked whether tensors are alike."""
-    assert tensors._guards_tell()
-    if request.param == "questions":
-        monkeypatch.setattr(tensors, "_guards_tell", lambda: False)
 
 
 def changed_state(names: list[str]) -> State:

@@ -9,11 +9,12 @@ the answers in columns. Tensors that are not plain take the general path.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import compress
 from math import prod
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -24,7 +25,7 @@ from torchrelay.geometry.runs import Column
 from torchrelay.record import manifest as m
 from torchrelay.record.rows import Marks
 from torchrelay.state.backing import missing_memory
-from torchrelay.state.tensors import NAMES, Like, blocks, versions_of
+from torchrelay.state.tensors import NAMES, blocks, versions_of
 
 _Tensor = torch.Tensor
 _TYPES = frozenset((torch.Tensor, torch.nn.Parameter))
@@ -32,6 +33,15 @@ _data_ptr = _Tensor.data_ptr
 _storage_offset: Any = _Tensor.storage_offset
 _storage: Any = _Tensor.untyped_storage
 _storage_bytes: Any = torch.UntypedStorage.nbytes
+_is_contiguous, _is_neg = _Tensor.is_contiguous, _Tensor.is_neg
+# What tensors of one kind have in common, as long as they are contiguous and not negated.
+_LOOKS: tuple[Callable[[Any], object], ...] = (
+    type,
+    _Tensor.size,
+    attrgetter("dtype"),
+    attrgetter("requires_grad"),
+    attrgetter("device"),
+)
 
 
 class TensorKind(NamedTuple):
@@ -181,41 +191,24 @@ def _reach(
 
 
 class _KindNumbers:
-    """The kinds of tensors, numbered. Tensors that look alike are taken to be of one kind, and then
-    compared, all at once: that is cheaper than two calls for each."""
+    """The kinds of tensors, numbered."""
 
     def __init__(self) -> None:
         self.found: list[TensorKind] = []
-        self._firsts: list[Any] = []
         self._numbers: dict[tuple[object, ...], int] = {}
-        self._likes: dict[tuple[int, int], Like] = {}
 
     def of_block(self, some: Sequence[Any]) -> Numbers | None:
         """The kind of each, by number; None if some may not be plain."""
-        count = len(some)
-        # Mostly they are all of one kind.
-        number = self._number(some[0])
-        if number is None:
+        if not all(map(_is_contiguous, some)) or any(map(_is_neg, some)):
             return None
-        if number == self._number(some[count // 2]) == self._number(some[-1]):
-            like = self._likes.get((number, count))
-            if like is None:
-                like = self._likes[number, count] = Like([self._firsts[number]] * count)
-            if like.holds(some):
-                return np.full(count, number)
-        known: dict[tuple[object, ...], int] = {}
+        looks = zip(*(map(look, some) for look in _LOOKS), strict=True)
         numbers: list[int] = []
-        for one in some:
-            key = (type(one), one.size(), one.dtype, one.requires_grad)
-            number = known.get(key)
-            if number is None:
-                number = self._number(one)
-                if number is None:
-                    return None
-                known[key] = number
+        for tensor, key in zip(some, looks, strict=True):
+            number = self._numbers.get(key)
+            if number is None and (number := self._number(tensor)) is None:
+                return None
             numbers.append(number)
-        like = Like([self._firsts[n] for n in numbers])
-        return np.array(numbers, np.int64) if like.holds(some) else None
+        return np.array(numbers, np.int64)
 
     def of_one(self, tensor: Any) -> int:
         """The kind of any tensor, by number; -1 if it is not plain."""
@@ -230,12 +223,11 @@ class _KindNumbers:
         return -1 if number is None else number
 
     def _number(self, tensor: Any) -> int | None:
-        key = (type(tensor), tensor.size(), tensor.dtype, tensor.requires_grad, tensor.device)
+        key = tuple(look(tensor) for look in _LOOKS)
         number = self._numbers.get(key)
         if number is None and (kind := _kind(tensor)) is not None:
             number = self._numbers[key] = len(self.found)
             self.found.append(kind)
-            self._firsts.append(tensor)
         return number
 
 

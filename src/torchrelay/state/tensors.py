@@ -9,13 +9,12 @@ import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from copy import copy
 from functools import cache
-from operator import attrgetter
 from typing import TYPE_CHECKING, Any, TypeGuard
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
-from torchrelay.errors import UnsupportedLeafError, UnsupportedTorchError
+from torchrelay.errors import UnsupportedLeafError
 from torchrelay.record import manifest as m
 from torchrelay.record.dtypes import ITEM_SIZES
 from torchrelay.state import torch_private as private
@@ -183,37 +182,6 @@ def note_written(tensors: Sequence[torch.Tensor]) -> None:
         torch.autograd.graph.increment_version(counted)
 
 
-_is_nested = attrgetter("is_nested")
-
-
-class Like:
-    """Type, dtype, device, shape, strides, gradient, conj and neg bits of a few tensors, to compare
-    others with. Holds no tensor.
-
-    torch.compile has code for this question, which costs less for all of them than any other
-    question does.
-    """
-
-    __slots__ = ("_guards",)
-
-    def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
-        self._guards = _tensor_guards(tensors) if _guards_tell() else None
-
-    def holds(self, some: Sequence[Any]) -> bool:
-        """Whether these objects, each another one, are tensors like those, one by one.
-
-        False may also mean that it was asked in another mode of torch (inference, functorch), or
-        that this torch cannot tell.
-        """
-        try:
-            # Asked about a nested tensor they would end the process.
-            if self._guards is None or any(map(_is_nested, some)):
-                return False
-            return bool(self._guards.check(*some))
-        except (AttributeError, RuntimeError, TypeError):  # something else than strided tensors
-            return False
-
-
 BLOCK = 512  # tensors that are asked several questions before the next: few fit into a cache
 
 
@@ -222,35 +190,6 @@ def blocks(tensors: Sequence[Any]) -> Iterator[Sequence[Any]]:
     fetching it takes longer than looking at it."""
     for at in range(0, len(tensors), BLOCK):
         yield tensors[at : at + BLOCK]
-
-
-def _tensor_guards(tensors: Sequence[torch.Tensor]) -> Any:
-    try:
-        return private.TensorGuards(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None)
-    except (UnsupportedTorchError, TypeError, RuntimeError, SystemError):
-        return None
-
-
-@cache
-def _guards_tell() -> bool:
-    """Whether this torch's guards see every difference that counts here."""
-    base = torch.zeros(4, 4, device="cpu")
-    others = (
-        base.t(),
-        base[:2],
-        base.view(16),
-        base.to("meta"),
-        base.double(),
-        private.negated(base),
-        torch.nn.Parameter(base, False),
-        torch.zeros(4, 4, requires_grad=True, device="cpu"),
-        1,
-    )
-    guards = _tensor_guards([base])
-    if guards is None or guards.check(torch.ones(4, 4, device="cpu")) is not True:
-        return False
-    two = _tensor_guards([base, base])
-    return not any(guards.check(other) for other in others) and not two.check(base, base)
 
 
 def flags_of(tensor: torch.Tensor) -> int:

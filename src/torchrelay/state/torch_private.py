@@ -51,7 +51,6 @@ NAMES = {
     "negated": "torch._neg_view",
     # All tensors at once.
     "copy_each": "torch._foreach_copy_",
-    "TensorGuards": "torch._C._dynamo.guards.TensorGuards",
     "CompiledModule": "torch._dynamo.eval_frame.OptimizedModule",
 }
 FIELDS = {
