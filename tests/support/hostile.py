@@ -56,7 +56,7 @@ class Cost(NamedTuple):
 def measure(case: Case) -> Cost:
     """Read the input once. CPU seconds, and by how much the resident memory grew at its peak."""
     data = case.build()
-    before = _reset_peak()
+    before = reset_peak()
     begun = time.process_time()
     try:
         case.read(data)
@@ -66,15 +66,15 @@ def measure(case: Case) -> Cost:
     except Exception as fault:
         outcome = f"BARE {fault!r:.90}"
     seconds = time.process_time() - begun
-    return Cost(case.name, len(data), seconds, (_peak() - before) / 1024, outcome)
+    return Cost(case.name, len(data), seconds, (peak() - before) / 1024, outcome)
 
 
-def _reset_peak() -> int:
+def reset_peak() -> int:
     Path("/proc/self/clear_refs").write_text("5")
-    return _peak()
+    return peak()
 
 
-def _peak() -> int:
+def peak() -> int:
     """The highest resident size since it was last reset, in KiB."""
     status = Path("/proc/self/status").read_text()
     return next(int(x.split()[1]) for x in status.splitlines() if x.startswith("VmHWM"))

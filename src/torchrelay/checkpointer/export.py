@@ -5,13 +5,35 @@ from __future__ import annotations
 import os
 import shutil
 import threading
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import closing
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
-from torchrelay.errors import CheckpointError, MismatchError, UsageError
+from torchrelay.checkpointer.stored_model import stored_model
+from torchrelay.coordination.coordinator import Coordinator
+from torchrelay.deadlines import Deadline
+from torchrelay.errors import (
+    CheckpointError,
+    DamagedError,
+    ManifestError,
+    MismatchError,
+    StepNotFoundError,
+    UsageError,
+)
+from torchrelay.inspection.file_bytes import PIECE_BYTES, FileBytes
+from torchrelay.inspection.seam import StateReader
+from torchrelay.inspection.step_source import StepSource
+from torchrelay.inspection.tensors import TensorReader
+from torchrelay.loading.loader import Loader, LoadRequest
 from torchrelay.memory.bounded import bounded
+from torchrelay.memory.crew import share_out
+from torchrelay.plan.stored import Shard, StoredTensor
+from torchrelay.shortage import raise_shortage
+from torchrelay.sources.seam import Opened, Source
+from torchrelay.sources.subtree import Subtree
 from torchrelay.state import tensors as t
 from torchrelay.state.backing import with_memory
 from torchrelay.state.checkpointable import is_checkpointable
@@ -20,10 +42,70 @@ from torchrelay.stores.local.draft import LocalSink
 from torchrelay.stores.local.files import Files
 from torchrelay.stores.local.handles import Handles
 from torchrelay.stores.local.root import token
-from torchrelay.stores.shares.layout import Entry, arrange
-from torchrelay.stores.shares.share import Share
+from torchrelay.stores.shares.layout import Entry, FileLayout, arrange
+from torchrelay.stores.writer.file_writer import PIECE, WORKERS
 
 SHARD_BYTES = 5_000_000_000  # the size at which Hugging Face's own tools split
+_TASK_BYTES = 32 << 20  # of a file, that a thread takes on at once
+_COSTLY_WORKERS = 4  # each waits for an answer most of the time
+
+
+class _Reading(NamedTuple):
+    """How tensors are read: on that many threads, each with a reader of its own."""
+
+    make_reader: Callable[[], StateReader]
+    workers: int
+    piece_bytes: int = PIECE_BYTES
+
+
+def export_step(
+    source: Source,
+    target: str | os.PathLike[str],
+    deadline: Deadline,
+    *,
+    step: int | None = None,
+    key: str | None = None,
+    shard_bytes: int | None = SHARD_BYTES,
+) -> list[str]:
+    """Do as `export_hf` does with the model below a key of a step, by default of the newest that
+    verifies. Its bytes go from the step's files to the new ones a few MiB at a time. The model is
+    loaded whole where a tensor is not in the step as it is exported, and where bytes are damaged:
+    a load finds another copy of them, or another step."""
+    request = LoadRequest(step=step, key=key)
+    _check_free(target, shard_bytes)
+    try:
+        steps = [*source.steps(deadline)]
+        newest = max(steps, default=None) if request.step is None else request.step
+        if newest in steps:
+            with closing(source.open(newest, deadline)) as opened:
+                names = _export_opened(opened, source.name, key, target, deadline, shard_bytes)
+            if names is not None:
+                return names
+    except (DamagedError, ManifestError, StepNotFoundError):
+        pass  # the load says why, or does without
+    alone = Coordinator(None, "export")
+    model = Loader(source, alone).load(alone.call("export"), request, deadline).state
+    return export_hf(model, target, deadline.left(), shard_bytes=shard_bytes)
+
+
+def _export_opened(
+    opened: Opened,
+    name: str,
+    key: str | None,
+    target: str | os.PathLike[str],
+    deadline: Deadline,
+    shard_bytes: int | None,
+) -> list[str] | None:
+    """The names of the files; None where the model has to be loaded. The reads of a step that is
+    left behind end at their next piece."""
+    part = opened if key is None else Subtree(opened, key)
+    model = stored_model(part.record)
+    if model is None:
+        return None
+    _check_whole(model)
+    workers = _COSTLY_WORKERS if opened.files.costly_reads else 1
+    reading = _Reading(lambda: StepSource(name, part), workers)
+    return _exported([*model.values()], reading, target, deadline.left(), shard_bytes)
 
 
 def export_hf(
@@ -36,9 +118,43 @@ def export_hf(
     """Write a flat dict of tensors as `model.safetensors`, or as several files with the index
     `model.safetensors.index.json`; returns their names. The directory must not exist. After
     `seconds`, or an interrupt, nothing gets that name, and what was written is removed."""
+    _check_free(target, shard_bytes)
+    tensors = _flat(model)
+    reader = TensorReader(list(tensors.values()))
+    stored = [
+        StoredTensor(name, t.NAMES[one.dtype], shape, (Shard((0,) * len(shape), shape, n, 0),))
+        for n, (name, one) in enumerate(tensors.items())
+        for shape in [tuple(one.shape)]
+    ]
+    reading = _Reading(lambda: reader, WORKERS, PIECE)
+    return _exported(stored, reading, target, seconds, shard_bytes)
+
+
+def _check_free(target: str | os.PathLike[str], shard_bytes: int | None) -> None:
+    """`UsageError` unless there may be a new directory, with files of that size."""
+    if shard_bytes is not None and shard_bytes < 1:
+        raise UsageError(f"shard_bytes is a positive number or None, not {shard_bytes}")
+    place = Path(target).absolute()
+    if place.exists() and (not place.is_dir() or any(place.iterdir())):
+        raise UsageError(f"{place} exists and is not overwritten: name another directory")
+
+
+def _exported(
+    tensors: Sequence[StoredTensor],
+    reading: _Reading,
+    target: str | os.PathLike[str],
+    seconds: float,
+    shard_bytes: int | None,
+) -> list[str]:
+    """Write tensors within `seconds`; the names of the files."""
     left = threading.Event()
+
+    def check_wanted() -> None:
+        if left.is_set():
+            raise InterruptedError("the caller does not wait any more")
+
     return bounded(
-        lambda: _write(model, target, left, shard_bytes),
+        lambda: _write(tensors, reading, target, check_wanted, shard_bytes),
         seconds,
         "write the model",
         file=os.fspath(target),
@@ -47,32 +163,21 @@ def export_hf(
 
 
 def _write(
-    model: object,
+    tensors: Sequence[StoredTensor],
+    reading: _Reading,
     target: str | os.PathLike[str],
-    left: threading.Event,
+    check_wanted: Callable[[], None],
     shard_bytes: int | None,
 ) -> list[str]:
-    if shard_bytes is not None and shard_bytes < 1:
-        raise UsageError(f"shard_bytes is a positive number or None, not {shard_bytes}")
+    entries = [Entry(x.name, x.dtype, x.shape, (0,) * len(x.shape), x.shape) for x in tensors]
+    layouts = arrange(entries, file_bytes=shard_bytes).files
     place = Path(target).absolute()
-    if place.exists() and (not place.is_dir() or any(place.iterdir())):
-        raise UsageError(f"{place} exists and is not overwritten: name another directory")
-    tensors = _flat(model)
-    entries = [
-        Entry(name, t.NAMES[one.dtype], tuple(one.shape), (0,) * one.dim(), tuple(one.shape))
-        for name, one in tensors.items()
-    ]
-    share = Share(arrange(entries, file_bytes=shard_bytes), list(tensors.values()))
     temporary, files = _TemporaryDirectory(place), Files()
-
-    def check_wanted(nbytes: int = 0) -> None:
-        if left.is_set():
-            raise InterruptedError("the caller does not wait any more")
-
     try:
         place.parent.mkdir(parents=True, exist_ok=True)
         files.make_dir(str(temporary.path))
-        share.write_to(temporary, check_wanted)
+        for layout in layouts:
+            _write_file(layout, tensors, reading, temporary, check_wanted)
         check_wanted()
         files.sync_dir(str(temporary.path))
         files.rename(str(temporary.path), str(place))
@@ -83,7 +188,40 @@ def _write(
             raise
         why = fault.strerror or fault
         raise CheckpointError(f"cannot export: {why}", phase="write", file=str(place)) from fault
-    return [file.name for file in share.files]
+    return [layout.name for layout in layouts]
+
+
+def _write_file(
+    layout: FileLayout,
+    tensors: Sequence[StoredTensor],
+    reading: _Reading,
+    folder: _TemporaryDirectory,
+    check_wanted: Callable[[], None],
+) -> None:
+    data = FileBytes(layout.header, [tensors[index] for _, index in layout.placed])
+    sink = folder.open(layout.name, layout.nbytes)
+
+    def work() -> Callable[[int], None]:
+        reader = reading.make_reader()
+
+        def write(at: int) -> None:
+            stop = min(at + _TASK_BYTES, layout.nbytes)
+            for piece in data.pieces(reader, at, stop, lambda volume: reading.piece_bytes):
+                check_wanted()
+                sink.write(at, piece)
+                at += len(piece)
+
+        return write
+
+    try:
+        share_out(range(0, layout.nbytes, _TASK_BYTES), work, reading.workers)
+        check_wanted()
+        sink.finish()
+    except BaseException as fault:
+        sink.abort()
+        if isinstance(fault, OSError):
+            raise_shortage(fault, f"write {layout.name}")
+        raise
 
 
 def _flat(model: object) -> dict[str, torch.Tensor]:

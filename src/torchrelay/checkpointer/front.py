@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 import torch
 
 from torchrelay.checkpointer.catalog import Catalog
-from torchrelay.checkpointer.export import SHARD_BYTES, export_hf
+from torchrelay.checkpointer.export import SHARD_BYTES, export_step
 from torchrelay.checkpointer.keep import Keep, checked_metrics, policy
 from torchrelay.checkpointer.preemption import Preemption
 from torchrelay.checkpointer.saver import Saver
@@ -312,16 +312,18 @@ class Checkpointer:
         shard_bytes: int | None = SHARD_BYTES,
     ) -> list[str]:
         """Write the model of a step as Hugging Face loaders want it: `model.safetensors`, or
-        several files of at most about `shard_bytes` with their index. One process does it.
+        several files of at most about `shard_bytes` with their index. One process does it, with a
+        few MiB of memory. It loads the whole model only where tensors of it are views of others or
+        complex conjugates, or where the step is damaged and another one has to be found.
 
         `key` is the subtree with the model; None: the state is the model. Returns the names of the
         files. The directory must not exist yet.
         """
         self._owner.check()
-        alone, deadline = Coordinator(None, "export"), Deadline(self._timeout)
-        call, request = alone.call("export"), LoadRequest(step=step, key=key)
-        model = Loader(self.source(), alone).load(call, request, deadline).state
-        return export_hf(model, target, deadline.left(), shard_bytes=shard_bytes)
+        deadline = Deadline(self._timeout)
+        return export_step(
+            self.source(), target, deadline, step=step, key=key, shard_bytes=shard_bytes
+        )
 
     def delete(self, step: int) -> None:
         """Remove a step. Call it on one rank."""

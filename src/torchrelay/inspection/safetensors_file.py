@@ -14,9 +14,8 @@ from typing import BinaryIO
 import msgspec
 
 from torchrelay.errors import CheckpointError, DamagedError, ManifestError, UsageError
-from torchrelay.inspection.numbers import memory_of
+from torchrelay.inspection.file_bytes import FileBytes
 from torchrelay.inspection.seam import Contents, OpenedState
-from torchrelay.inspection.slabs import slabs
 from torchrelay.plan.stored import Shard, StoredTensor
 from torchrelay.progress import Progress, ProgressCallback
 from torchrelay.record.dtypes import itemsize
@@ -123,14 +122,12 @@ def write_safetensors(
     if not entries:
         raise UsageError(f"{source.name} has no tensors, so there is nothing to write")
     (layout,) = arrange(entries, file_bytes=None).files
+    data = FileBytes(layout.header, [tensors[index] for _, index in layout.placed])
     try:
         with atomic_file(path) as file:
-            file.write(layout.header)
-            for start, index in layout.placed:
-                assert file.tell() == start
-                for slab in slabs(source, tensors[index]):
-                    file.write(memory_of(slab))
-                    progress(Progress(file.tell(), layout.nbytes))
+            for piece in data.pieces(source, 0, layout.nbytes):
+                file.write(piece)
+                progress(Progress(file.tell(), layout.nbytes))
     except OSError as fault:
         raise CheckpointError(f"cannot be written: {fault.strerror}", file=str(path)) from fault
     return layout.nbytes
