@@ -67,10 +67,11 @@ def stock(state: object) -> bytes:
     return pickle.dumps(_prepare_state_dict(state, CPU)[0])
 
 
-def record_of(*leaves: object) -> bytes:
+def record_of(*leaves: object, protocol: int | None = None) -> bytes:
     """A well-formed record of a list, of these leaves as they are."""
     paths = [path for path, _ in tree_flatten_with_path([0] * len(leaves))[0]]
-    return pickle.dumps(_StateDictMeta(tree_structure([0] * len(leaves)), paths, list(leaves)))
+    record = _StateDictMeta(tree_structure([0] * len(leaves)), paths, list(leaves))
+    return pickle.dumps(record, protocol)
 
 
 def record_with(**changes: Any) -> bytes:
@@ -175,11 +176,19 @@ def test_every_plain_leaf(leaf: object, protocol: int) -> None:
     ],
     ids=lambda array: f"{array.dtype}{array.shape}",
 )
-def test_arrays_and_scalars_of_numpy(array: Any) -> None:
-    (got,) = loads(record_of(array)).non_tensor_leaves
+@pytest.mark.parametrize("protocol", [4, 5])
+def test_arrays_and_scalars_of_numpy(array: Any, protocol: int) -> None:
+    (got,) = loads(record_of(array, protocol=protocol)).non_tensor_leaves
     assert type(got) is type(array) and got.dtype == array.dtype
     assert np.array_equal(got, array) and (got.strides == array.strides or not got.size)
     assert not isinstance(got, np.ndarray) or got.flags.writeable
+
+
+@pytest.mark.parametrize("protocol", [4, 5])
+def test_an_array_with_turned_axes(protocol: int) -> None:
+    array = np.arange(24).reshape(2, 3, 4).transpose(1, 0, 2)
+    (got,) = loads(record_of(array, protocol=protocol)).non_tensor_leaves
+    assert got.shape == array.shape and np.array_equal(got, array) and got.flags.writeable
 
 
 @pytest.mark.parametrize(
@@ -191,8 +200,9 @@ def test_arrays_of_other_values_are_refused(array: Any) -> None:
     assert_refused(record_of(array))
 
 
-def test_an_array_whose_bytes_are_not_its_own() -> None:
-    data = record_of(np.arange(6, dtype=np.int64))
+@pytest.mark.parametrize("protocol", [4, 5])
+def test_an_array_whose_bytes_are_not_its_own(protocol: int) -> None:
+    data = record_of(np.arange(6, dtype=np.int64), protocol=protocol)
     (short,) = [data.replace(b"K\x06\x85", b"K\x05\x85")]
     assert short != data
     assert_refused(short, "another size")

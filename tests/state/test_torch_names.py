@@ -137,13 +137,21 @@ CASES = {
 }
 
 
+def annotations_of(kind: type) -> dict[str, Any]:
+    if sys.version_info < (3, 14):
+        return vars(kind).get("__annotations__", {})
+    import annotationlib
+
+    return annotationlib.get_annotations(kind, format=annotationlib.Format.FORWARDREF)
+
+
 @pytest.mark.parametrize("dotted", sorted(CASES))
 def test_torch_has(dotted: str) -> None:
     owner, _, name = dotted.rstrip(")").replace("(", ".").rpartition(".")
     if dotted.endswith(")"):
         assert name in inspect.signature(look_up(owner)).parameters
     elif dotted in DECLARED:
-        declared = [vars(kind).get("__annotations__", {}) for kind in look_up(owner).__mro__]
+        declared = [*map(annotations_of, look_up(owner).__mro__)]
         assert any(name in one for one in declared) or hasattr(look_up(owner), name)
     elif dotted in INSTANCES:
         assert hasattr(INSTANCES[dotted](), name)

@@ -15,6 +15,7 @@ from typing import Any
 from torchrelay import system
 from torchrelay.check.ranks import Ranks
 from torchrelay.check.report import Finding, Verdict
+from torchrelay.files import exists
 
 AREA = "folder"
 NBYTES = 128 << 20
@@ -221,7 +222,7 @@ def _rename(place: Path) -> None:
     (draft / "content").write_bytes(b"whole" * 1000)
     number = draft.stat().st_ino
     draft.rename(place / "renamed")
-    if draft.exists() or (place / "renamed").stat().st_ino != number:
+    if exists(draft) or (place / "renamed").stat().st_ino != number:
         raise OSError(errno.EIO, "a renamed directory is not the one that it was")
     empty, other = place / "empty", place / "other"
     empty.mkdir()

@@ -23,6 +23,7 @@ from torchrelay.errors import (
     StepNotFoundError,
     UsageError,
 )
+from torchrelay.files import exists, is_dir
 from torchrelay.inspection.file_bytes import PIECE_BYTES, FileBytes
 from torchrelay.inspection.seam import StateReader
 from torchrelay.inspection.step_source import StepSource
@@ -135,7 +136,7 @@ def _check_free(target: str | os.PathLike[str], shard_bytes: int | None) -> None
     if shard_bytes is not None and shard_bytes < 1:
         raise UsageError(f"shard_bytes is a positive number or None, not {shard_bytes}")
     place = Path(target).absolute()
-    if place.exists() and (not place.is_dir() or any(place.iterdir())):
+    if exists(place) and (not is_dir(place) or any(place.iterdir())):
         raise UsageError(f"{place} exists and is not overwritten: name another directory")
 
 

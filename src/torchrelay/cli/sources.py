@@ -10,6 +10,7 @@ import typer
 
 from torchrelay.deadlines import Deadline
 from torchrelay.errors import StepNotFoundError, UsageError
+from torchrelay.files import exists
 from torchrelay.inspection.file_kinds import Kind, is_torch_save, kind_of
 from torchrelay.stores.locate import directory_at, open_store, scheme_of, split_step
 
@@ -88,7 +89,7 @@ def instead(name: str) -> str:
     """Explains a place without steps and names the command for it, to end a message with."""
     above, step = split_step(name)
     local = scheme_of(name)[0] == "file"
-    if local and not directory_at(name).exists():
+    if local and not exists(directory_at(name)):
         return ": there is no such directory"
     if step is not None:
         return f": it is one itself, of {above}"

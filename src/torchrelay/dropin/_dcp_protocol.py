@@ -120,7 +120,15 @@ def _metadata(reader: StorageReader, rank: int) -> tuple[Metadata, bool]:
         raise fault
 
 
-class FailedOnRanksError(CheckpointError, CheckpointException):
+class _OfMessage(Exception):
+    """Ends the chain of constructors that `RelayError` calls: after `Exception`, which has none of
+    its own from Python 3.14 on, would come that of torch, which takes other arguments."""
+
+    def __init__(self, message: str) -> None:
+        BaseException.__init__(self, message)
+
+
+class FailedOnRanksError(CheckpointError, _OfMessage, CheckpointException):
     """A `CheckpointError` that scripts written for torch catch as torch's own. `failures` has what
     each rank raised, as torch has it."""
 

@@ -42,6 +42,7 @@ LENGTH_TAG = 1
 RECORD_TAG = 2
 FIRST_TENSOR_TAG = 3
 _IN_FLIGHT = 16
+_PROTOCOL = 4  # of pickles: the default of Python 3.8 to 3.13, which peers may have
 _QUANTIZED = (torch.qint8, torch.quint8, torch.qint32, torch.quint4x2, torch.quint2x4)
 
 Wait = Callable[[Work, str], None]
@@ -134,7 +135,7 @@ class _RecordPickler(pickle.Pickler):
     def reducer_override(self, value: Any) -> Any:
         if type(value) not in (DeviceMesh, private.DTensorSpec):
             return NotImplemented
-        reduced: Any = value.__reduce_ex__(pickle.DEFAULT_PROTOCOL)
+        reduced: Any = value.__reduce_ex__(_PROTOCOL)
         make, arguments, state, *_ = reduced
         added = {"_preserve_rank_order": False} if type(value) is DeviceMesh else {}
         return make, arguments, {**added, **state, "_hash": None}
@@ -143,7 +144,7 @@ class _RecordPickler(pickle.Pickler):
 def _pickled(record: _StateDictMeta) -> bytes:
     data = io.BytesIO()
     try:
-        _RecordPickler(data).dump(record)
+        _RecordPickler(data, _PROTOCOL).dump(record)
         return data.getvalue()
     except Exception as fault:
         for path, leaf in zip(record.paths, record.non_tensor_leaves, strict=True):

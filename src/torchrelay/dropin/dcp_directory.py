@@ -27,6 +27,7 @@ from torchrelay.errors import (
     RelayError,
     UnsupportedLeafError,
 )
+from torchrelay.files import is_file
 from torchrelay.inspection.numbers import memory_of
 from torchrelay.inspection.seam import Contents, PlainValue
 from torchrelay.inspection.step_source import shown
@@ -83,7 +84,7 @@ class StockDirectory:
             for piece in pieces:
                 if piece.file not in sizes:
                     file = self._folder / piece.file
-                    if not file.is_file():
+                    if not is_file(file):
                         raise ManifestError(f"{piece.file} is missing from {self.name}", path=fqn)
                     sizes[piece.file] = file.stat().st_size
                 if piece.offset + piece.length > sizes[piece.file]:
@@ -183,7 +184,7 @@ class StockDirectory:
 
 def _read_metadata(folder: Path) -> bytes:
     file = folder / ".metadata"
-    if not file.is_file():
+    if not is_file(file):
         hint = (
             "; it was saved with use_collectives=False, one .metadata a rank"
             if next(folder.glob("__*.metadata"), None) is not None

@@ -44,6 +44,7 @@ from torchrelay.errors import (
     UnsupportedLeafError,
     UsageError,
 )
+from torchrelay.files import exists, is_dir
 from torchrelay.inspection.file_kinds import is_torch_save
 from torchrelay.state import paths
 from torchrelay.state.checkpointable import boxed, is_checkpointable
@@ -102,18 +103,18 @@ def write_stock(path: str | os.PathLike[str], state: dict[str, Any]) -> None:
     read back: only then the checkpoint exists. After a failure nothing is left.
     """
     folder = Path(path)
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+    if exists(folder) and (not is_dir(folder) or any(folder.iterdir())):
         raise UsageError(f"{folder} exists and is not empty; give a new directory")
     state = {k: v.state_dict() if isinstance(v, Stateful) else v for k, v in state.items()}
     state = _with_whole_tensors(torch_values(state))
     _refuse_shards(state)
-    was_there = folder.is_dir()
+    was_there = is_dir(folder)
     try:
         _write_stock(folder, state)
     except BaseException:
-        for file in folder.glob("*") if folder.is_dir() else ():
+        for file in folder.glob("*") if is_dir(folder) else ():
             file.unlink()
-        if folder.is_dir() and not was_there:
+        if is_dir(folder) and not was_there:
             folder.rmdir()
         raise
 
@@ -167,7 +168,7 @@ class _ReadBack(FileSystem):
 
     def rename(self, path: str | os.PathLike[str], new_path: str | os.PathLike[str]) -> None:
         with Path(path).open("wb") as file:
-            _MetadataPickler(file).dump(self.metadata)
+            _MetadataPickler(file, 4).dump(self.metadata)  # the default before Python 3.14
             file.flush()
             sync(file.fileno())
         try:

@@ -6,6 +6,7 @@ import os
 from pathlib import Path
 from typing import Literal
 
+from torchrelay.files import is_dir, is_file
 from torchrelay.stores.locate import OBJECTS, directory_at, scheme_of, split_step
 
 Kind = Literal["torchrelay", "dcp", "torch", "safetensors"]
@@ -20,12 +21,12 @@ def kind_of(place: str | os.PathLike[str]) -> Kind | None:
     if scheme_of(place)[0] in OBJECTS:
         return "torchrelay"
     path = directory_at(place)
-    if path.is_file():
+    if is_file(path):
         named = path.suffix == ".safetensors"
         return "torch" if is_torch_save(path) or not named else "safetensors"
-    if (path / ".metadata").is_file():
+    if is_file(path / ".metadata"):
         return "dcp"
-    return "torchrelay" if directory_at(split_step(place)[0]).is_dir() else None
+    return "torchrelay" if is_dir(directory_at(split_step(place)[0])) else None
 
 
 def is_torch_save(path: Path) -> bool:

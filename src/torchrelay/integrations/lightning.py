@@ -26,6 +26,7 @@ from torchrelay.checkpointer.front import Checkpointer
 from torchrelay.coordination.coordinator import Coordinator
 from torchrelay.deadlines import Deadline, seconds_of
 from torchrelay.errors import CheckpointError, StepNotFoundError, UsageError
+from torchrelay.files import is_dir, is_symlink
 from torchrelay.integrations.extras import extra
 from torchrelay.integrations.loader_iterators import begin_at_the_first_sample
 from torchrelay.integrations.random_state import RandomState, unchanged
@@ -140,7 +141,7 @@ class StepLinks:
             link.unlink(missing_ok=True)
         unlinked, self._unlinked = self._unlinked, []
         for target in unlinked:
-            links = {one.resolve() for one in target.parent.glob("*") if one.is_symlink()}
+            links = {one.resolve() for one in target.parent.glob("*") if is_symlink(one)}
             step = _step_at(target)
             if step is not None and target not in links:
                 self._root(target.parent).delete(step)
@@ -377,7 +378,7 @@ def plain(value: Any) -> Any:
 
 
 def _step_at(target: Path) -> int | None:
-    return split_step(target)[1] if target.is_dir() else None
+    return split_step(target)[1] if is_dir(target) else None
 
 
 def _local(path: Where) -> Path:

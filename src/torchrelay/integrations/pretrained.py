@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from torchrelay.errors import CheckpointError, MismatchError, UsageError
+from torchrelay.files import exists, is_dir
 from torchrelay.stores.local.files import Files
 from torchrelay.stores.local.root import token
 
@@ -49,7 +50,7 @@ def write_pretrained(
             path=differing[0],
         )
     place = Path(target).absolute()
-    if place.exists() and (not place.is_dir() or any(place.iterdir())):
+    if exists(place) and (not is_dir(place) or any(place.iterdir())):
         raise UsageError(f"{place} exists and is not overwritten: name another directory")
     temporary, files = place.with_name(f"{place.name}.tmp-{token()}"), Files()
     peft = sys.modules.get("peft")
@@ -72,7 +73,7 @@ def write_pretrained(
 
 def _sync(folder: Path, files: Files) -> None:
     for one in folder.rglob("*"):
-        if one.is_dir():
+        if is_dir(one):
             files.sync_dir(str(one))
         else:
             with one.open("rb") as file:

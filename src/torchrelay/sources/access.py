@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from torchrelay.errors import UsageError
+from torchrelay.files import is_file
 
 TOKEN_VARIABLE = "TORCHRELAY_TOKEN"
 MAX_TOKEN = 1024
@@ -40,7 +41,7 @@ class Access:
         if self.keyfile is not None and self.certfile is None:
             raise UsageError("keyfile= needs certfile=: give the certificate that the key is for")
         for path in (self.certfile, self.keyfile, self.cafile):
-            if path is not None and not Path(path).is_file():
+            if path is not None and not is_file(path):
                 raise UsageError(f"no file {os.fspath(path)}: give the path of a PEM file")
         self.secret()
         self.server_context()

@@ -8,6 +8,7 @@ from typing import Protocol, runtime_checkable
 
 from torchrelay.deadlines import Deadline
 from torchrelay.errors import CheckpointError, StepNotFoundError, UsageError
+from torchrelay.files import is_dir
 from torchrelay.memory.bounded import bounded
 from torchrelay.sources.access import Access
 from torchrelay.sources.endpoint import EndpointSource
@@ -36,7 +37,7 @@ class StoreSource:
 
     def steps(self, deadline: Deadline) -> list[int]:
         def look() -> list[int]:
-            if self._directory is not None and not self._directory.is_dir():
+            if self._directory is not None and not is_dir(self._directory):
                 raise CheckpointError(
                     "no such directory: check the path, or pass the Checkpointer of a new run",
                     file=self.name,

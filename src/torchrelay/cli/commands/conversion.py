@@ -16,6 +16,7 @@ from torchrelay.cli.commands.contents import INCLUDE, matched
 from torchrelay.cli.commands.steps import PLACE, opened
 from torchrelay.cli.output import count, fail, plain, progress_bar, size
 from torchrelay.cli.sources import STEP, at_newest, instead, is_url, opened_source
+from torchrelay.files import exists
 from torchrelay.inspection.file_kinds import Kind, kind_of
 
 if TYPE_CHECKING:
@@ -125,7 +126,7 @@ def export_hf(
         step = _check_key(there, place, step, key)
         for name in there.export_hf(target, step=step, key=key):
             print(target / name)
-        if not (target / "config.json").exists():
+        if not exists(target / "config.json"):
             print(
                 f"note: loaders want the model's config.json too: copy it to {target}",
                 file=sys.stderr,

@@ -46,6 +46,7 @@ _AS_THEY_ARE = (
     *(torch.Size, torch.dtype, torch.device),
 )
 _NUMPY = ("numpy._core.multiarray.", "numpy.core.multiarray.")  # since numpy 2, and before
+_NUMERIC = ("numpy._core.numeric.", "numpy.core.numeric.")
 _NUMBERS = "?biufc"  # kinds of dtypes of numpy
 
 
@@ -240,6 +241,26 @@ def _array(value: p.PickledCall) -> np.ndarray[Any, Any]:
     return found
 
 
+def _array_of_buffer(value: p.PickledCall) -> np.ndarray[Any, Any]:
+    """The same as protocol 5 has it, which is the default of Python 3.14."""
+    data, described, shape, order, *axes = value.args
+    sizes, kind = p.counts(shape), _dtype(described)
+    if type(data) not in (bytes, bytearray) or len(data) != math.prod(sizes) * kind.itemsize:
+        p.refuse("an array has another size than its bytes")
+    if order not in ("C", "F", "K"):
+        p.refuse("an array has an order that numpy does not know")
+    found: np.ndarray[Any, Any] = np.ndarray(
+        sizes, kind, bytearray(data), order="F" if order == "F" else "C"
+    )
+    if order != "K":
+        return found
+    turned = p.counts(axes[0])
+    if sorted(turned) != [*range(len(sizes))]:
+        p.refuse("an array has axes that are not its own")
+    made: np.ndarray[Any, Any] = found.transpose(turned)
+    return made
+
+
 def _scalar(value: p.PickledCall) -> Any:
     described, data = value.args
     kind = _dtype(described)
@@ -262,6 +283,7 @@ def _dtype(value: object) -> np.dtype[Any]:
 _MAKERS: dict[str, Callable[[p.PickledCall], object]] = {
     **{module + "_reconstruct": _array for module in _NUMPY},
     **{module + "scalar": _scalar for module in _NUMPY},
+    **{module + "_frombuffer": _array_of_buffer for module in _NUMERIC},
     "_io.BytesIO": _buffer,
     "builtins.bytearray": _bytearray,
 }

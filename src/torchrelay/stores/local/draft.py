@@ -9,6 +9,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 
+from torchrelay.files import exists, is_dir
 from torchrelay.shortage import raise_shortage
 from torchrelay.stores.local.files import Files, claimed, lock, named, refresh
 from torchrelay.stores.local.handles import Handles
@@ -38,7 +39,7 @@ class LocalDraft(CommitPoint):
     def begin(self, listing: Listing | None = None) -> None:
         listing = self._root.folders() if listing is None else listing
         existing = self._root.listed(self._step, listing)
-        if existing.exists() and not self._overwrite:
+        if exists(existing) and not self._overwrite:
             if not is_committed(existing):
                 reason = f"it exists and is not a step, for it has no {MANIFEST}: move it away"
                 raise OSError(errno.ENOTEMPTY, reason, str(existing))
@@ -73,7 +74,7 @@ class LocalDraft(CommitPoint):
 
     def check_visible(self) -> None:
         end = time.monotonic() + VISIBLE_SECONDS
-        while not Path(self.place).is_dir():
+        while not is_dir(self.place):
             if time.monotonic() > end:
                 raise FileNotFoundError(errno.ENOENT, "no such directory", self.place)
             time.sleep(0.02)
@@ -112,7 +113,7 @@ class LocalDraft(CommitPoint):
     def _put_in_place(self) -> str | None:
         """Give the draft the step's name; returns where the directory is that had it."""
         target = str(self._root.of(self._step))
-        if not Path(target).exists():
+        if not exists(target):
             self._files.rename(self.place, target)
             return None
         if not self._overwrite:

@@ -10,10 +10,10 @@ import logging
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from pathlib import Path
 
 import msgspec
 
+from torchrelay.files import is_symlink
 from torchrelay.stores.local.files import Files
 from torchrelay.stores.local.step import read_manifest
 from torchrelay.stores.seam import DATA_NAME, MANIFEST
@@ -57,7 +57,7 @@ def remove_directory(path: str, files: Files) -> bool:
     Another process may be removing it too: what is gone already counts as removed. Returns whether
     the name is gone.
     """
-    if Path(path).is_symlink():
+    if is_symlink(path):
         with suppress(FileNotFoundError):
             files.unlink(path)
         return True

@@ -15,6 +15,7 @@ from pathlib import Path
 import xxhash
 
 from torchrelay.arguments import check_place
+from torchrelay.files import exists, is_symlink
 from torchrelay.machine import machine
 from torchrelay.steps import MAX_STEP
 from torchrelay.stores.local.files import Files
@@ -53,11 +54,11 @@ class StepRoot:
 
     def make(self) -> None:
         """Create it and its parents; the first time, make their names durable."""
-        if self._made and self.path.exists():
+        if self._made and exists(self.path):
             return
-        above = [place for place in self.path.parents if not place.exists()]
+        above = [place for place in self.path.parents if not exists(place)]
         for place in (*reversed(above), self.path):
-            if not place.exists():
+            if not exists(place):
                 with suppress(FileExistsError):  # another process is as fast
                     self.files.make_dir(str(place))
                 self.files.sync_name(str(place))
@@ -98,7 +99,7 @@ class StepRoot:
         found: Listing = {}
         for name, number in self.names().items():
             step, moved = _step_of(name)
-            if step is None or (moved and (self.path / name).is_symlink()):
+            if step is None or (moved and is_symlink(self.path / name)):
                 continue
             if step in found:
                 found[step] = sorted([*found[step], (name, number)])
@@ -114,7 +115,7 @@ class StepRoot:
         """Where a step lies: where it belongs, or where it was moved to for a successor that has
         not come yet, or never came."""
         place = self.of(step)
-        return place if place.exists() else self.listed(step, self.folders())
+        return place if exists(place) else self.listed(step, self.folders())
 
     def listed(self, step: int, listing: Listing) -> Path:
         """The same, by a listing."""
@@ -133,7 +134,7 @@ def _step_of(name: str) -> tuple[int | None, bool]:
 def is_committed(directory: Path) -> bool:
     """Whether a directory has a commit record, or no one can tell: opening the step says why."""
     try:
-        return (directory / MANIFEST).exists()
+        return exists(directory / MANIFEST)
     except PermissionError:
         return True
 
@@ -153,12 +154,12 @@ def _check_root(root: Path) -> None:
         except OSError as fault:
             if fault.errno not in (errno.ENOENT, errno.ENOTDIR, errno.ELOOP):
                 raise
-            if not place.is_symlink():
+            if not is_symlink(place):
                 continue
             mode = 0
         if stat.S_ISDIR(mode):
             return
         reason = "it is a file, and steps are kept in a directory: name another one"
-        if place.is_symlink():
+        if is_symlink(place):
             reason = f"it is a link to {place.readlink()}, which is not a directory: is it mounted?"
         raise NotADirectoryError(errno.ENOTDIR, reason, str(place))

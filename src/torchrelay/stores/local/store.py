@@ -19,6 +19,7 @@ from contextlib import suppress
 from itertools import islice
 from pathlib import Path
 
+from torchrelay.files import exists
 from torchrelay.stores.local.draft import LocalDraft
 from torchrelay.stores.local.files import Files, claimed, lock
 from torchrelay.stores.local.removal import closing, remove_directory
@@ -74,7 +75,7 @@ class LocalStore:
 
     def free_bytes(self) -> int | None:
         place = self._root.path
-        while not place.exists():
+        while not exists(place):
             place = place.parent
         return shutil.disk_usage(place).free
 
@@ -94,7 +95,7 @@ class LocalStore:
         for match in sorted(matches, key=lambda match: match[2] != "old"):  # which may be steps
             path, step = self._root.path / match[0], self._root.of(int(match[1]))
             # A step that was moved away for its successor, which never came, is the step.
-            is_step = match[2] == "old" and not step.exists()
+            is_step = match[2] == "old" and not exists(step)
             held = self._claimed(path, match[3])
             if held is None:
                 continue
