@@ -26,10 +26,15 @@ def authority(folder: Path) -> dict[str, str]:
     ca_key, ca = str(folder / "ca-key.pem"), str(folder / "ca.pem")
     key, request, cert = (str(folder / name) for name in ("key.pem", "request.pem", "cert.pem"))
     names = folder / "names.cnf"
-    names.write_text("subjectAltName=DNS:localhost,IP:127.0.0.1\n")
+    names.write_text("subjectAltName=DNS:localhost,IP:127.0.0.1\nauthorityKeyIdentifier=keyid\n")
+    # Python 3.13 and later want this of an authority.
+    signs = ["-addext", "keyUsage=critical,keyCertSign,cRLSign"]
     new = ["openssl", "req", "-newkey", "rsa:2048", "-nodes"]
     for command in (
-        [*new, "-x509", "-keyout", ca_key, "-out", ca, "-days", "2", "-subj", "/CN=authority"],
+        [
+            *(*new, *signs, "-x509", "-keyout", ca_key, "-out", ca),
+            *("-days", "2", "-subj", "/CN=authority"),
+        ],
         [*new, "-keyout", key, "-out", request, "-subj", "/CN=localhost"],
         [
             *("openssl", "x509", "-req", "-in", request, "-CA", ca, "-CAkey", ca_key),
