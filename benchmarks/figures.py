@@ -91,6 +91,17 @@ def hardware() -> str:
     return table(["machine", "memory", "torch", "library at commit", "result files"], rows)
 
 
+def versions() -> str:
+    rows = sorted(
+        result(f"{CPU}/versions.json")["rows"],
+        key=lambda row: [int(part) for part in f"{row['torch']}.{row['python']}".split(".")],
+    )
+    names = ("torch", "python", "numpy", "msgspec", "xxhash", "passed", "skipped", "failed", "date")
+    return table(
+        ["torch", "Python", *names[2:]], [[str(row[name]) for name in names] for row in rows]
+    )
+
+
 def _live(rows: list[dict[str, Any]], route: str) -> list[list[str]]:
     return [
         [
@@ -540,7 +551,7 @@ TABLES: dict[str, Callable[[], str]] = {
         hardware, live_memory, live_tcp, links, connections, resharding, gpu_live, endpoint, swarm,
         keeper, staging, checkpoints, checkpoint_limits, retention, gpu_stalls, gpu_checkpoints,
         loaders, limits, kernels, frameworks, weights_reshard, weights_links, weights_gpu,
-        weights_training, scale, headline, tcp_in_place,
+        weights_training, scale, headline, tcp_in_place, versions,
     )
 }  # fmt: skip
 
