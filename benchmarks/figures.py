@@ -92,10 +92,11 @@ def hardware() -> str:
 
 
 def versions() -> str:
-    rows = sorted(
-        result(f"{CPU}/versions.json")["rows"],
-        key=lambda row: [int(part) for part in f"{row['torch']}.{row['python']}".split(".")],
-    )
+    rows = [
+        {**row, "torch": row["torch"].partition("+")[0]}  # how it was built makes no difference
+        for row in result(f"{CPU}/versions.json")["rows"]
+    ]
+    rows.sort(key=lambda row: [int(n) for n in f"{row['torch']}.{row['python']}".split(".")])
     names = ("torch", "python", "numpy", "msgspec", "xxhash", "passed", "skipped", "failed", "date")
     return table(
         ["torch", "Python", *names[2:]], [[str(row[name]) for name in names] for row in rows]
