@@ -250,6 +250,11 @@ def problems(file: str, source: str) -> list[str]:
             looked, said = ast.unparse(node.func.value), node.func.attr
             if said in LOOKS and looked not in ("entry", "filesystem"):
                 out.append(f"{file}:{node.lineno}: {looked}.{said}() hides errors: use files.py")
+    for node in ast.walk(tree):
+        made = isinstance(node, ast.Call) and ast.unparse(node.func) == "tuple"
+        if made and any(isinstance(one, ast.GeneratorExp) for one in ast.iter_child_nodes(node)):
+            # Python 3.10 makes an empty one that is not `()`: msgspec does not leave it out.
+            out.append(f"{file}:{node.lineno}: a tuple of a generator: use a list")
     if part != "dropin":
         for item in found:
             if item.module.split(".")[0] in PICKLES:
@@ -389,6 +394,7 @@ def test_library_has_no_import_cycle() -> None:
         ("relay.py", "from . import recovery", "stands above"),
         ("stores/local/x.py", "Path(a).exists()", "hides errors"),
         ("cli/x.py", "import os\nos.path.isfile(a)", "hides errors"),
+        ("record/x.py", "tuple(n for n in a)", "of a generator"),
         ("endpoint/pull.py", "from ..checkpointer import front", "stands above"),
         ("loading/loader.py", "from torchrelay.endpoint import pull", "stands above"),
         ("relay.py", "from torchrelay import Relay", "front door"),

@@ -80,7 +80,7 @@ class Report:
     @property
     def receivers(self) -> tuple[Peer, ...]:
         """Ranks that have the state, or the URL that it was saved to."""
-        return tuple(name for name, peer in self._with("done").items() if peer.bytes is None)
+        return tuple([name for name, peer in self._with("done").items() if peer.bytes is None])
 
     @property
     def sources(self) -> dict[Peer, int]:
@@ -110,7 +110,7 @@ class Report:
     @property
     def rerouted(self) -> tuple[Peer, ...]:
         """Receivers that the sender served itself, after another had fed them."""
-        return tuple(name for name, peer in self.peers.items() if peer.rerouted)
+        return tuple([name for name, peer in self.peers.items() if peer.rerouted])
 
     def _with(self, status: str) -> dict[Peer, Outcome]:
         return {name: peer for name, peer in self.peers.items() if peer.status == status}

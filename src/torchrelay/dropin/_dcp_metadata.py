@@ -185,5 +185,5 @@ def _paths(value: object, room: int) -> dict[str, tuple[str | int, ...]]:
         room -= len(steps)
         if room < 0 or not 0 < len(steps) <= p.MAX_DEPTH or type(steps[0]) is not str:
             p.refuse("a path into the state is malformed")
-        found[p.typed(fqn, str)] = tuple(s if type(s) is str else p.count(s) for s in steps)
+        found[p.typed(fqn, str)] = tuple([s if type(s) is str else p.count(s) for s in steps])
     return found

@@ -152,14 +152,14 @@ class StockDirectory:
     @cached_property
     def contents(self) -> Contents:
         items = self.items.items()
-        tensors = tuple(item for _, item in items if isinstance(item, StoredTensor))
+        tensors = tuple([item for _, item in items if isinstance(item, StoredTensor)])
         try:
             objects = [(n, self.value(n)) for n, item in items if isinstance(item, StockPiece)]
         except OSError as fault:
             raise CheckpointError(f"could not be read: {fault}", file=self.name) from fault
-        volumes = tuple(self._volume(*box) for box in self._boxes)
+        volumes = tuple([self._volume(*box) for box in self._boxes])
         ranks = len({rank_of(volume.name) for volume in volumes}) or 1
-        values = tuple(value for one in objects for value in _values(*one))
+        values = tuple([value for one in objects for value in _values(*one)])
         return Contents(None, ranks, tensors, volumes, values)
 
     def _volume(self, tensor: StoredTensor, shard: Shard) -> VolumeRecord:

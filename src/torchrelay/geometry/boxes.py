@@ -76,14 +76,14 @@ def shared(one: Box, other: Box) -> Box | None:
     """The box of the elements that two boxes have in common, if there are any."""
     offsets = tuple(map(max, one[0], other[0]))
     sizes = tuple(
-        min(a + n, b + m) - start for a, n, b, m, start in zip(*one, *other, offsets, strict=True)
+        [min(a + n, b + m) - start for a, n, b, m, start in zip(*one, *other, offsets, strict=True)]
     )
     return None if any(size < 1 for size in sizes) else (offsets, sizes)
 
 
 def within(inner: Box, outer: Box) -> tuple[int, ...]:
     """The offsets of a box from those of a box around it."""
-    return tuple(a - b for a, b in zip(inner[0], outer[0], strict=True))
+    return tuple([a - b for a, b in zip(inner[0], outer[0], strict=True)])
 
 
 def around(boxes: Sequence[Box]) -> Box:
@@ -91,7 +91,7 @@ def around(boxes: Sequence[Box]) -> Box:
     low = tuple(map(min, zip(*(offsets for offsets, _ in boxes), strict=True)))
     ends = [tuple(map(sum, zip(*box, strict=True))) for box in boxes]
     high = map(max, zip(*ends, strict=True))
-    return low, tuple(end - start for start, end in zip(low, high, strict=True))
+    return low, tuple([end - start for start, end in zip(low, high, strict=True)])
 
 
 def without(whole: Box, holes: Sequence[Box]) -> list[Box]:

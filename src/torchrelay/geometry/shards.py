@@ -115,8 +115,8 @@ def pieces_at(shape: Sequence[int], cuts: Sequence[MeshCut]) -> list[ShardPiece]
     starts = [_starts(found) for found in runs]
     return [
         ShardPiece(
-            (tuple(first for first, _ in some), tuple(end - first for first, end in some)),
-            tuple(start[n] for start, n in zip(starts, numbers, strict=True)),
+            (tuple([first for first, _ in some]), tuple([end - first for first, end in some])),
+            tuple([start[n] for start, n in zip(starts, numbers, strict=True)]),
         )
         for numbers in product(*(range(len(found)) for found in runs))
         for some in [[found[n] for found, n in zip(runs, numbers, strict=True)]]
@@ -126,7 +126,7 @@ def pieces_at(shape: Sequence[int], cuts: Sequence[MeshCut]) -> list[ShardPiece]
 def size_of(pieces: Sequence[ShardPiece]) -> tuple[int, ...]:
     """The shape of the tensor that pieces make up: the last of them ends where it ends."""
     box, at = pieces[-1]
-    return tuple(start + size for start, size in zip(at, box[1], strict=True))
+    return tuple([start + size for start, size in zip(at, box[1], strict=True)])
 
 
 def _starts(runs: Sequence[_Run]) -> list[int]:

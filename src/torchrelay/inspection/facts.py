@@ -21,9 +21,9 @@ def narrowed(contents: Contents, patterns: Sequence[str]) -> Contents:
     if not patterns:
         return contents
     return contents._replace(
-        tensors=tuple(one for one in contents.tensors if matches(one.name, patterns)),
-        values=tuple(one for one in contents.values if matches(one.path, patterns)),
-        aliases=tuple(one for one in contents.aliases if matches(one.path, patterns)),
+        tensors=tuple([one for one in contents.tensors if matches(one.name, patterns)]),
+        values=tuple([one for one in contents.values if matches(one.path, patterns)]),
+        aliases=tuple([one for one in contents.aliases if matches(one.path, patterns)]),
     )
 
 

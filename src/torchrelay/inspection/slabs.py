@@ -62,4 +62,4 @@ def _fill(source: StateReader, slab: Array, place: Box, shard: Shard) -> None:
     part = np.empty(both[1], slab.dtype)
     source.read_into(shard.file, shard.start + first * slab.itemsize, memory_of(part))
     inside = zip(within(both, place), both[1], strict=True)
-    slab[tuple(slice(at, at + size) for at, size in inside)] = part
+    slab[tuple([slice(at, at + size) for at, size in inside])] = part

@@ -253,6 +253,6 @@ def _checked_in_place(
         left_out = set(held.object.check(offered, wanted, strict=strict and choice.exact))
         kept = [place for place, name in enumerate(names) if name not in left_out]
         if len(kept) < len(names):
-            keys, items = (tuple(some[n] for n in kept) for some in (branch.keys, branch.items))
+            keys, items = (tuple([some[n] for n in kept]) for some in (branch.keys, branch.items))
             tree = grafted(tree, {path: replace(branch, keys=keys, items=items)})
     return tree

@@ -150,7 +150,7 @@ class Loader:
                 load.nbytes,
                 dict(watch.seconds),
                 {name: Outcome(route="storage", bytes=load.nbytes)},
-                tuple(Attempt(name, number, why) for number, why in self._skipped.items()),
+                tuple([Attempt(name, number, why) for number, why in self._skipped.items()]),
                 tuple(landed.missing),
                 tuple(landed.extra),
                 request.verify,

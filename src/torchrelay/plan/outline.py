@@ -127,7 +127,7 @@ def pruned(tree: m.Node, wanted: Collection[int], nothing: int) -> m.Node:
             kept = [(k, i) for k, i in zip(node.keys, items, strict=True) if i is not None]
             keys, values = zip(*kept, strict=True)
             return replace(node, keys=keys, items=values)
-        return replace(node, items=tuple(nothing if item is None else item for item in items))
+        return replace(node, items=tuple([nothing if item is None else item for item in items]))
 
     found = visit(tree)
     return m.DictNode("dict", (), ()) if found is None else found

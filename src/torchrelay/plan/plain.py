@@ -223,7 +223,7 @@ class _KindNumbers:
         return -1 if number is None else number
 
     def _number(self, tensor: Any) -> int | None:
-        key = tuple(look(tensor) for look in _LOOKS)
+        key = tuple([look(tensor) for look in _LOOKS])
         number = self._numbers.get(key)
         if number is None and (kind := _kind(tensor)) is not None:
             number = self._numbers[key] = len(self.found)

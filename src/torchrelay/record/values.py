@@ -119,7 +119,7 @@ def encode_key(key: object, depth: int = 0) -> Key:
         return key
     if isinstance(key, tuple) and type(key) is tuple:
         _check_depth(depth)
-        return TupleKey(tuple(encode_key(item, depth + 1) for item in key))
+        return TupleKey(tuple([encode_key(item, depth + 1) for item in key]))
     if type(key) in (complex, bytes):
         raise TypeError(type(key).__name__)
     return encode_value(key)  # type: ignore[return-value]

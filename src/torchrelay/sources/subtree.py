@@ -40,7 +40,7 @@ def below(record: Record, key: str) -> Record:
         move = _Move(outline, m.DictNode("dict", (), ()) if node is None else node)
         outlines.append(move.outline)
         moves.append(move)
-    own = tuple(moves[record.ranks[one.rank]].difference(one) for one in record.differences)
+    own = tuple([moves[record.ranks[one.rank]].difference(one) for one in record.differences])
     # Tensors keep their names.
     given = tuple(enumerate(Names(record).all()))
     return replace(record, outlines=tuple(outlines), differences=own, names=given)
@@ -61,7 +61,7 @@ class _Move:
         self.outline = StateOutline(
             tree,
             len(order),
-            tuple(outline.others[number] for number in others.tolist()),
+            tuple([outline.others[number] for number in others.tolist()]),
             column_of(new[outline.other_leaves[others]]),
             column_of(outline.row_kinds[rows]),
             outline.row_images[rows],

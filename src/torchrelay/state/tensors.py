@@ -352,7 +352,7 @@ def dtensor(
         mesh = described_mesh(leaf.mesh, global_rank() or 0)
     spec = private.DTensorSpec(
         mesh,
-        tuple(_placement(record) for record in leaf.placements),
+        tuple([_placement(record) for record in leaf.placements]),
         tensor_meta=private.TensorMeta(torch.Size(leaf.shape), tuple(leaf.strides), local.dtype),
     )
     built: torch.Tensor = DTensor(local.detach(), spec, requires_grad=False)  # type: ignore[no-untyped-call]
@@ -387,8 +387,8 @@ def sharded_parts(
         raise UnsupportedLeafError("a ShardedTensor that is not in contiguous format")
     return (
         [shard.tensor for shard in shards],
-        tuple(_box(shard.metadata) for shard in shards),
-        tuple(_box(shard) for shard in meta.shards_metadata),
+        tuple([_box(shard.metadata) for shard in shards]),
+        tuple([_box(shard) for shard in meta.shards_metadata]),
         meta.tensor_properties,
     )
 

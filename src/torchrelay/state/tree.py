@@ -334,5 +334,5 @@ def grafted(tree: m.Node, grafts: Mapping[Path, m.Node], path: Path = ()) -> m.N
         return tree
     if not any(graft[: len(path)] == path for graft in grafts):
         return tree
-    items = tuple(grafted(child, grafts, (*path, key)) for key, child in children_of(tree))
+    items = tuple([grafted(child, grafts, (*path, key)) for key, child in children_of(tree)])
     return replace(tree, items=items)

@@ -96,7 +96,9 @@ def _renamed(offered: tuple[Any, ...], here: tuple[Any, ...]) -> tuple[Any, ...]
     for name in known - set(map(str, offered)):
         bare[bare_name(name)] = "" if bare_name(name) in bare else name
     found = tuple(
-        key if not isinstance(key, str) or key in known else bare.get(bare_name(key)) or key
-        for key in offered
+        [
+            key if not isinstance(key, str) or key in known else bare.get(bare_name(key)) or key
+            for key in offered
+        ]
     )
     return found if len(set(map(str, found))) == len(found) else offered

@@ -39,7 +39,7 @@ class DTensors:
     def record(self, local: _TensorMeta, value: object) -> _DTensorMeta:
         f = p.fields(value, _SPEC + "DTensorSpec")
         mesh = self.mesh(f["mesh"])
-        placements = tuple(_placement(one) for one in p.dims(f["placements"]))
+        placements = tuple([_placement(one) for one in p.dims(f["placements"])])
         shape, stride, dtype = p.named(f["tensor_meta"], _SPEC + "TensorMeta").args
         whole = private.TensorMeta(
             p.typed(shape, torch.Size), p.counts(stride), p.typed(dtype, torch.dtype)
@@ -57,7 +57,7 @@ class DTensors:
             entries = p.dims(f["shard_order"])
             pairs = [p.named(one, _SPEC + "ShardOrderEntry").args for one in entries]
             order = tuple(
-                private.ShardOrderEntry(p.count(dim), p.counts(along)) for dim, along in pairs
+                [private.ShardOrderEntry(p.count(dim), p.counts(along)) for dim, along in pairs]
             )
             if any(e.tensor_dim >= dims or max(e.mesh_dims) >= mesh.ndim for e in order):
                 p.refuse("the shard order of a DTensor does not fit it")
@@ -97,7 +97,7 @@ class DTensors:
 
 
 def _texts(value: tuple[object, ...]) -> tuple[str, ...]:
-    return tuple(p.typed(text, str) for text in value)
+    return tuple([p.typed(text, str) for text in value])
 
 
 def _layout(value: object, ranks: int) -> Any:
@@ -113,7 +113,7 @@ def _layout(value: object, ranks: int) -> Any:
         return layout([flat(*axis) for axis in axes])
     if "shape" in f:  # of the same torch: as it was, tuples of one number included
         return layout(f["shape"], f["stride"])
-    return layout(*(tuple(_bare(axis[n]) for axis in axes) for n in (0, 1)))
+    return layout(*(tuple([_bare(axis[n]) for axis in axes]) for n in (0, 1)))
 
 
 _Axis = tuple[tuple[int, ...], tuple[int, ...]]

@@ -63,7 +63,7 @@ class KnownPlan:
         """The record of what all ranks have written."""
         assert planned.outlined is not None
         record = commit_record(step, shares, planned.outlined)
-        bare = tuple(msgspec.structs.replace(file, digests=b"") for file in record.volumes)
+        bare = tuple([msgspec.structs.replace(file, digests=b"") for file in record.volumes])
         layout = content_digest(msgspec.structs.replace(record, step=0, volumes=bare))
         made = RecordedStep(record, len(tensors_of(record)), layout)
         self._record = None
@@ -75,8 +75,10 @@ class KnownPlan:
 def again(last: RecordedStep, step: int, digests: Sequence[bytes]) -> RecordedStep:
     """A later step whose record is `like` the last one."""
     volumes = tuple(
-        msgspec.structs.replace(file, digests=found)
-        for file, found in zip(last.record.volumes, digests, strict=True)
+        [
+            msgspec.structs.replace(file, digests=found)
+            for file, found in zip(last.record.volumes, digests, strict=True)
+        ]
     )
     saved = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
     origin = last.record.origin and msgspec.structs.replace(last.record.origin, time=saved)

@@ -131,7 +131,7 @@ def _own_claims(writes: Iterable[tuple[Path, OwnWrite]], end: int) -> Iterator[_
             if key not in begins:
                 begins[key], end = end, end + prod(write.shape) * size
             strides = contiguous_strides(write.shape)
-            steps = tuple(stride * size for stride in strides)
+            steps = tuple([stride * size for stride in strides])
             source = begins[key] + sum(
                 offset * step for offset, step in zip(write.offsets, steps, strict=True)
             )
@@ -257,5 +257,5 @@ def _are_apart(claims: Sequence[_Claim]) -> bool:
                 return False  # it reaches into the next row
             offsets.append(offset)
             wider = stride
-        boxes.append((tuple(offsets), tuple(sizes[stride] for stride in strides)))
+        boxes.append((tuple(offsets), tuple([sizes[stride] for stride in strides])))
     return not Comparisons().overlap(boxes)

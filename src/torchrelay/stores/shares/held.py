@@ -77,7 +77,7 @@ class Holder:
         mesh = mesh_record(spec.mesh)
         with naming(name):
             placements = placement_records(tensor)
-        copies = tuple(dim for dim, one in enumerate(placements) if one.kind == "replicate")
+        copies = tuple([dim for dim, one in enumerate(placements) if one.kind == "replicate"])
         self._check_all_there(name, spec.mesh, copies)
         nbytes, replica, replicas = 0, 0, 1
         if spec.mesh.get_coordinate() is not None:
@@ -104,7 +104,7 @@ class Holder:
         """This rank's number among the ranks that take part and have replicas along `copies`, and
         their number."""
         here: Any = mesh.get_coordinate()
-        along = tuple(slice(None) if dim in copies else at for dim, at in enumerate(here))
+        along = tuple([slice(None) if dim in copies else at for dim, at in enumerate(here)])
         alike = mesh.mesh[along].flatten().tolist()
         team = [rank for rank in alike if self._members is None or rank in self._members]
         return team.index(int(mesh.mesh[tuple(here)])), len(team)

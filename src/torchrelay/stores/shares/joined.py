@@ -62,7 +62,7 @@ def with_boxes(outlined: Record, names: Sequence[str], parts: Sequence[Record]) 
         outlined,
         image_kinds=tuple(wholes.found),
         kind_of=column_of(np.array(kinds, np.int64)),
-        volumes=tuple(volume for part in parts for volume in part.volumes),
+        volumes=tuple([volume for part in parts for volume in part.volumes]),
         volume_of=column_of(np.concatenate(volumes)[boxes]),
         starts=np.concatenate(starts)[boxes] if len(boxes) else None,
         objects=tuple(objects),

@@ -87,7 +87,7 @@ class ShareLayout:
         known: dict[object, int] = {}
         kind_of = []
         for placed in boxes.values():
-            key = tuple(entry[1:5] for entry, _, _ in placed)  # dtype, shape and box of each
+            key = tuple([entry[1:5] for entry, _, _ in placed])  # dtype, shape and box of each
             if key not in known:
                 dtype, shape, _, _ = key[0]
                 cut = [(offsets, sizes) for _, _, offsets, sizes in key]
@@ -98,7 +98,7 @@ class ShareLayout:
             (),
             np.array(kind_of, np.int64),
             ranks=(),
-            volumes=tuple(VolumeRecord(*file.facts) for file in self.files),
+            volumes=tuple([VolumeRecord(*file.facts) for file in self.files]),
             volume_of=column_of(places[:, 0]) if boxes else None,
             starts=places[:, 1] if boxes else None,
             names=tuple(enumerate(boxes)),

@@ -82,7 +82,7 @@ class _Base:
         rows = outline.rows
         self.outline = _replace(
             outline,
-            others=tuple(_renumbered(leaf, self.numbers) for leaf in outline.others),
+            others=tuple([_renumbered(leaf, self.numbers) for leaf in outline.others]),
             kinds=column_of(leaf_kinds[outline.row_kinds]) if rows else None,
             images=self.numbers[outline.row_images] if rows else None,
         )
@@ -151,7 +151,7 @@ def merge(
         if found.leaves or found.images:
             differences.append(found)
     record = joined.kinds.record(
-        tuple(base.outline for base in bases),
+        tuple([base.outline for base in bases]),
         np.array(joined.kind_of, np.int64),
         ranks=tuple(ranks),
         differences=tuple(differences),

@@ -187,7 +187,7 @@ def differing(all_digests: Sequence[bytes]) -> tuple[int, ...]:
     """The buckets that are not the same on all ranks."""
     distinct = set(all_digests)
     cuts = [slice(n * DIGEST_BYTES, (n + 1) * DIGEST_BYTES) for n in range(BUCKETS)]
-    return tuple(n for n, cut in enumerate(cuts) if len({known[cut] for known in distinct}) > 1)
+    return tuple([n for n, cut in enumerate(cuts) if len({known[cut] for known in distinct}) > 1])
 
 
 def questions(said: Sequence[Statement]) -> list[Question] | None:

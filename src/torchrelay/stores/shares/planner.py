@@ -288,7 +288,7 @@ def _signature(described: Described) -> bytes:
     Plain values may be others at each save."""
     record = described.record
     (outline,) = record.outlines
-    others = tuple(leaf for leaf in outline.others if not isinstance(leaf, ValueLeaf))
+    others = tuple([leaf for leaf in outline.others if not isinstance(leaf, ValueLeaf)])
     bare = msgspec.structs.replace(outline, others=others)
     boxes = [one.boxes for one in described.tensors if isinstance(one, BoxedTensor)]
     plan = encode(msgspec.structs.replace(record, outlines=(bare,)))

@@ -122,7 +122,7 @@ class Share:
         """The report of what was written, with the digests of each file's chunks."""
         record = self.layout.record
         pairs = zip(record.volumes, digests, strict=True)
-        return replace(record, volumes=tuple(replace(file, digests=new) for file, new in pairs))
+        return replace(record, volumes=tuple([replace(file, digests=new) for file, new in pairs]))
 
 
 def _changed(*, path: str | None = None, file: str | None = None) -> CheckpointError:

@@ -153,6 +153,6 @@ def _node(branch: Any, root: bool = False) -> m.Node:
         return node
     items = {key: _node(child) for key, child in branch.items()}
     if items and not root and set(items) == set(range(len(items))):
-        return m.SequenceNode("list", tuple(items[index] for index in range(len(items))))
-    keys = tuple(encode_key(key.value if isinstance(key, Key) else key) for key in items)
+        return m.SequenceNode("list", tuple([items[index] for index in range(len(items))]))
+    keys = tuple([encode_key(key.value if isinstance(key, Key) else key) for key in items])
     return m.DictNode("dict", keys, tuple(items.values()))

@@ -20,7 +20,7 @@ from torchrelay.transports.routes.route import (
 
 # The files of routes, from fast to slow. The last one works between any two processes.
 FILES = ("cuda_ipc", "memory", "group", "tcp")
-ROUTES: tuple[Route, ...] = tuple(import_module(f"{__package__}.{name}").ROUTE for name in FILES)
+ROUTES: tuple[Route, ...] = tuple([import_module(f"{__package__}.{name}").ROUTE for name in FILES])
 BY_NAME = {route.name: route for route in ROUTES}
 ALWAYS = ROUTES[-1]
 _NOT_OFFERED = "the sender does not offer it"

@@ -302,7 +302,7 @@ def to_ranges(chunks: list[int]) -> tuple[tuple[int, int], ...]:
     """Ascending chunks as the first of each range, and the one after its last."""
     firsts = [n for n, chunk in enumerate(chunks) if not n or chunk != chunks[n - 1] + 1]
     lasts = [n - 1 for n in (*firsts[1:], len(chunks))]
-    return tuple((chunks[a], chunks[b] + 1) for a, b in zip(firsts, lasts, strict=False))
+    return tuple([(chunks[a], chunks[b] + 1) for a, b in zip(firsts, lasts, strict=False)])
 
 
 def from_ranges(ranges: tuple[tuple[int, int], ...], count: int) -> list[int]:

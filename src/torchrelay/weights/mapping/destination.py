@@ -125,7 +125,7 @@ class _MappedTensors:
                 skip = within(both, found.place)
                 if rule.transpose:
                     memory, skip = memory.t(), skip[::-1]
-                offsets = tuple(a + b for a, b in zip(found.box[0], skip, strict=True))
+                offsets = tuple([a + b for a, b in zip(found.box[0], skip, strict=True)])
                 source.add(_Place((offsets, tuple(memory.shape)), memory))
         for part in parts if layout.padding is not None else ():
             assert layout.padding is not None

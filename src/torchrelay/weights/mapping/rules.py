@@ -84,7 +84,7 @@ class ParameterRule:
     def sources(self, parameter: str) -> tuple[str, ...] | None:
         """The publisher's name of each part of a parameter; None if the rule is not about it."""
         texts = matched(self.parameter, parameter)
-        return None if texts is None else tuple(filled(part.name, texts) for part in self.parts)
+        return None if texts is None else tuple([filled(part.name, texts) for part in self.parts])
 
 
 @dataclass(frozen=True)

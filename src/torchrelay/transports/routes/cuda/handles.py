@@ -120,7 +120,7 @@ class Exports(Resource):
                 one = self._at(max(lows[run], end))
                 found.append(one)
                 end = one.base + one.nbytes
-        return Exported(tuple(one.export for one in found), pack(memory, found))
+        return Exported(tuple([one.export for one in found]), pack(memory, found))
 
     def _at(self, address: int) -> _Allocation:
         """The allocation at an address, exported once."""
