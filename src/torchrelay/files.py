@@ -1,4 +1,4 @@
-"""What is at a path. `OSError` where that cannot be told.
+"""Looks at paths. `OSError` where the system does not say whether something is there.
 
 From Python 3.14 on, `Path.exists` and its relatives say False for a path that may not be read or
 whose disk fails. A step that cannot be looked at would be a step that is not there.

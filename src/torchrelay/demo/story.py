@@ -160,7 +160,7 @@ class Story:
         self._tries += 1
         if self._tries > self.patience:
             raise LaunchError(f"workers fail again and again:\n{''.join(self._failures[-1:])}")
-        if self._failures and (self._trouble is None or self._tries > 1):  # nobody killed it
+        if self._failures and (self._trouble is None or self._tries > 1):  # not by one of our kills
             reason = self._failures[-1].strip().splitlines()[-1]
             self._on_event(f"a worker has failed: {reason}")
         if self._trouble is None or self._trouble.brought:

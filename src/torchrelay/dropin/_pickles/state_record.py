@@ -31,9 +31,7 @@ _LEFT_UNREAD: Any = None
 
 _RECORDS = "torch.distributed.checkpoint._pg_transport."
 _PYTREE = "torch.utils._pytree."
-_LEAF_SPECS = tuple(
-    [_PYTREE + n for n in ("LeafSpec", "treespec_leaf")]
-)  # before torch 2.14, since
+_LEAF_SPECS = (_PYTREE + "LeafSpec", _PYTREE + "treespec_leaf")  # before torch 2.14, since
 
 _PER_BYTE = {torch.quint4x2: 2, torch.quint2x4: 4}
 _MAPPINGS = (dict, collections.OrderedDict, collections.defaultdict)

@@ -43,7 +43,7 @@ class DataTicket(NamedTuple):
     """What admits data connections to a transfer.
 
     New ones, after some have `broken` or have brought all that was asked for, have another number:
-    one of the old that arrives late is not taken for them, and no chunk goes where nobody reads.
+    one of the old that arrives late is not taken for them, and no chunk goes where it is not read.
     """
 
     transfer: bytes
