@@ -1,4 +1,4 @@
-"""Changed elements found, packed and applied by the kernels of changes.cu, as numpy has them."""
+"""Changed elements found and counted by the kernels of changes.cu, as numpy has them."""
 
 from __future__ import annotations
 
@@ -45,14 +45,8 @@ def test_changes_are_those_of_numpy(size: int, shift: int, share: float) -> None
             part = slice(low - shift, high - shift)
             bits = _expected(old[part], new[part], size)
             assert (found.of(index).cpu().numpy() == bits).all()
-            if low % size:
-                continue
-            packed = changes.pack(found.of(index), after.data_ptr() + low, size)
-            marks = np.unpackbits(bits, bitorder="little", count=(high - low) // size).view(bool)
-            values = new[part].numpy().reshape(-1, size)[marks]
-            assert (packed.values.cpu().numpy() == values.ravel()).all()
-            changes.apply(found.of(index), packed, before.data_ptr() + low, size)
-            assert torch.equal(before[low:high], after[low:high])
+        marks = (old.numpy() != new.numpy()).reshape(-1, size).any(axis=1)
+        assert found.total() == int(marks.sum())
 
 
 @no_gpu

@@ -1,5 +1,4 @@
-// Kernels for two versions of the same elements: which of them changed, their values taken out of
-// the new version, and put into an old one.
+// Kernels for two versions of the same elements: which of them differ, and how many.
 //
 // changes.ptx is made of this file by `python -m benchmarks.gpu.kernels --write`.
 
@@ -128,57 +127,3 @@ extern "C" __global__ void torchrelay_count(const u8* bits, u64 nbytes, u32* cou
         if (lane == 0) counts[span] = count;
     }
 }
-
-// Bring the values of changed elements one behind the other (PACKS), or from there to their places.
-// `starts` says how many come before each span.
-template <typename Item, bool PACKS>
-__device__ __forceinline__ void carry(
-    const u8* bits, u64 nbytes, const u64* starts, Item* elements, Item* values) {
-    const u64 warps = (u64)gridDim.x * blockDim.x / LANES, lane = threadIdx.x % LANES;
-    const u64 spans = (nbytes + SPAN - 1) / SPAN;
-    for (u64 span = ((u64)blockIdx.x * blockDim.x + threadIdx.x) / LANES; span < spans;
-         span += warps) {
-        u64 next = starts[span];
-        const u64 begin = span * SPAN;
-#pragma unroll 4
-        for (u32 turn = 0; turn < SPAN / LANES; turn++) {
-            const u64 at = begin + turn * LANES + lane;
-            u32 found = at < nbytes ? bits[at] : 0;
-            const u32 mine = __popc(found);
-            u32 sum = mine;
-#pragma unroll
-            for (int other = 1; other < 32; other *= 2) {
-                const u32 before = __shfl_up_sync(~0u, sum, other);
-                if (lane >= other) sum += before;
-            }
-            u64 place = next + sum - mine;
-#pragma unroll 1
-            while (found) {
-                Item* element = elements + 8 * at + (__ffs(found) - 1);
-                if (PACKS) {
-                    values[place++] = *element;
-                } else {
-                    *element = values[place++];
-                }
-                found &= found - 1;
-            }
-            next += __shfl_sync(~0u, sum, 31);
-        }
-    }
-}
-
-#define CARRIES(SIZE, ITEM)                                                                      \
-    extern "C" __global__ void torchrelay_pack_##SIZE(                                           \
-        const u8* bits, u64 nbytes, const u64* starts, ITEM* from, ITEM* values) {               \
-        carry<ITEM, true>(bits, nbytes, starts, from, values);                                   \
-    }                                                                                            \
-    extern "C" __global__ void torchrelay_apply_##SIZE(                                          \
-        const u8* bits, u64 nbytes, const u64* starts, ITEM* to, ITEM* values) {                 \
-        carry<ITEM, false>(bits, nbytes, starts, to, values);                                    \
-    }
-
-CARRIES(1, u8)
-CARRIES(2, unsigned short)
-CARRIES(4, u32)
-CARRIES(8, u64)
-CARRIES(16, Quad)
