@@ -27,8 +27,8 @@ from torchrelay.geometry import DIGEST_BYTES
 from torchrelay.landing.options import LandingOptions
 from torchrelay.landing.seam import land_share
 from torchrelay.loading.rank_load import rows_for
-from torchrelay.plan.reads import rows_of, stored_reads
-from torchrelay.plan.share.rank_share import RankShare
+from torchrelay.planning.rank_share import RankShare
+from torchrelay.planning.reads import rows_of, stored_reads
 from torchrelay.record import manifest as m
 from torchrelay.record.encoding import decode_at_rest, encode
 from torchrelay.record.meshes import mesh_of as described

@@ -14,7 +14,7 @@ from torch import nn
 
 import torchrelay as tr
 from tests.support.states import STRIDED_DTYPES, assert_same, bits, storage_of, strided
-from torchrelay.plan.stored import stored_tensors
+from torchrelay.planning.stored import stored_tensors
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 

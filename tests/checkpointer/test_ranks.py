@@ -23,7 +23,7 @@ import torchrelay as tr
 from tests.support import meshes
 from tests.support.ranks import RankPool
 from tests.support.states import assert_same, bits
-from torchrelay.plan.stored import stored_tensors
+from torchrelay.planning.stored import stored_tensors
 
 # torch warns that ShardedTensor will go away one day.
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")

@@ -43,10 +43,9 @@ from torchrelay.endpoint.front import Endpoint
 from torchrelay.geometry import boxes
 from torchrelay.geometry.chunks import MAX_CHUNK_BYTES
 from torchrelay.memory.digest import digest
-from torchrelay.plan import asked
 from torchrelay.plan.snapshot import capture
 from torchrelay.progress import Progress
-from torchrelay.record import dtypes, encoding, manifest, meshes, probing, typed
+from torchrelay.record import dtypes, encoding, manifest, meshes, probing, rank_reads, typed
 from torchrelay.record import schema as record_schema
 from torchrelay.record.checks import images as image_checks
 from torchrelay.record.checks import rows as row_checks
@@ -436,7 +435,7 @@ def check_record(record: type[msgspec.Struct], page: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "record", records(manifest, record_schema, asked), ids=lambda record: record.__name__
+    "record", records(manifest, record_schema, rank_reads), ids=lambda record: record.__name__
 )
 def test_record_is_as_described(record: type[msgspec.Struct]) -> None:
     check_record(record, WIRE)

@@ -21,7 +21,7 @@ from torchrelay.endpoint.publish.device_slots import DeviceSlots
 from torchrelay.errors import PeerLostError, RelayError
 from torchrelay.memory.gpu.block import DeviceBlock
 from torchrelay.memory.gpu.kernels import device_bytes
-from torchrelay.plan.stored import Shard
+from torchrelay.planning.stored import Shard
 from torchrelay.sources.device_source import DeviceSource
 from torchrelay.sources.endpoint import EndpointSource
 from torchrelay.stores.reading.box_reads import BoxRead

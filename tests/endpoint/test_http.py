@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 
 import torchrelay as tr
 from tests.endpoint.conftest import Stage
-from torchrelay.plan.stored import stored_tensors
+from torchrelay.planning.stored import stored_tensors
 from torchrelay.record.encoding import decode_at_rest
 
 _pull = partial(tr.pull, same_host=False)  # over TCP, though this is the same host

@@ -39,7 +39,7 @@ from tests.support.forge import (
 )
 from tests.support.rounds import rounds
 from tests.support.saved import equal, state, which
-from torchrelay.plan.stored import images_in, stored_tensors
+from torchrelay.planning.stored import images_in, stored_tensors
 from torchrelay.record.encoding import decode_at_rest
 from torchrelay.stores.torch_plans import items as blobs
 

@@ -6,7 +6,7 @@ from msgspec.structs import replace
 
 from torchrelay.inspection.comparison import Touched, touched
 from torchrelay.inspection.seam import Contents
-from torchrelay.plan.stored import Shard, StoredTensor
+from torchrelay.planning.stored import Shard, StoredTensor
 from torchrelay.record.schema import VolumeRecord
 
 

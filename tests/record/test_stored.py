@@ -15,7 +15,7 @@ import torch
 
 import torchrelay as tr
 from torchrelay.geometry.boxes import Box, shared
-from torchrelay.plan.stored import Names, Shard, stored_tensors
+from torchrelay.planning.stored import Names, Shard, stored_tensors
 from torchrelay.record import manifest as m
 from torchrelay.record.checks.record import check
 from torchrelay.record.encoding import decode, encode

@@ -23,13 +23,13 @@ from torchrelay.geometry.shards import MeshCut, pieces_on_mesh
 from torchrelay.landing.options import LandingOptions
 from torchrelay.landing.pairing import PreparedDestination
 from torchrelay.landing.seam import land
-from torchrelay.plan.asked import MAX_CHUNKS, Reads, decode_reads, encode_reads
 from torchrelay.plan.snapshot import Snapshot, SnapshotPart, capture
+from torchrelay.planning.holder_reads import _shared_out
 from torchrelay.record import manifest as m
 from torchrelay.record.encoding import decode
 from torchrelay.record.meshes import mesh_of
+from torchrelay.record.rank_reads import MAX_CHUNKS, Reads, decode_reads, encode_reads
 from torchrelay.resharding.plan import GatherPlan, PartLanding
-from torchrelay.resharding.reads import _shared_out
 from torchrelay.state import tensors as t
 from torchrelay.state.local_parts import cut
 from torchrelay.state.meshes import described_mesh

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 
 import torchrelay as tr
 from tests.support.ranks import RankPool
-from torchrelay.plan.stored import stored_tensors
+from torchrelay.planning.stored import stored_tensors
 
 SMALL = 3  # rows of the tied weight: fewer than four ranks, so that some have nothing of it
 

@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import torchrelay as tr
 from tests.support.ranks import RankPool
-from torchrelay.plan.stored import stored_tensors
+from torchrelay.planning.stored import stored_tensors
 
 NAMES = ["extra._extra_state", "extra.scale", "layers.0.bias", "layers.0.weight", "module.weight"]
 

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from torchrelay.inspection.seam import Contents
-from torchrelay.plan.stored import Shard, StoredTensor
+from torchrelay.planning.stored import Shard, StoredTensor
 from torchrelay.progress import ProgressCallback
 from torchrelay.record.schema import VolumeRecord
 from torchrelay.state.tensors import NAMES

@@ -31,7 +31,7 @@ from torchrelay.inspection.tensors import TensorReader
 from torchrelay.loading.loader import Loader, LoadRequest
 from torchrelay.memory.bounded import bounded
 from torchrelay.memory.crew import share_out
-from torchrelay.plan.stored import Shard, StoredTensor
+from torchrelay.planning.stored import Shard, StoredTensor
 from torchrelay.shortage import raise_shortage
 from torchrelay.sources.seam import Opened, Source
 from torchrelay.sources.subtree import Subtree

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from torchrelay.plan.stored import StoredTensor, stored_tensors
+from torchrelay.planning.stored import StoredTensor, stored_tensors
 from torchrelay.record import manifest as m
 from torchrelay.record.rows import LeafRows
 from torchrelay.record.schema import MeshSharding, Record

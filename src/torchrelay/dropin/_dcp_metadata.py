@@ -14,7 +14,7 @@ import torch
 from torchrelay.dropin._pickles import unpickler as p
 from torchrelay.errors import ManifestError, RelayError, UnsupportedLeafError
 from torchrelay.geometry.boxes import Comparisons
-from torchrelay.plan.stored import Shard, StoredTensor
+from torchrelay.planning.stored import Shard, StoredTensor
 from torchrelay.state.tensors import NAMES
 
 _DCP = "torch.distributed.checkpoint.metadata."

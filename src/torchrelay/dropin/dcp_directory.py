@@ -32,7 +32,7 @@ from torchrelay.inspection.numbers import memory_of
 from torchrelay.inspection.seam import Contents, PlainValue
 from torchrelay.inspection.step_source import shown
 from torchrelay.memory.free import take_free
-from torchrelay.plan.stored import Shard, StoredTensor
+from torchrelay.planning.stored import Shard, StoredTensor
 from torchrelay.progress import Bar, ProgressCallback
 from torchrelay.record.schema import VolumeRecord
 from torchrelay.state.local_parts import cut

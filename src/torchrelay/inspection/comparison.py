@@ -16,7 +16,7 @@ from torchrelay.record.dtypes import itemsize
 
 if TYPE_CHECKING:
     from torchrelay.inspection.seam import Contents, StateReader
-    from torchrelay.plan.stored import StoredTensor
+    from torchrelay.planning.stored import StoredTensor
     from torchrelay.record.schema import VolumeRecord
 
 

@@ -13,7 +13,7 @@ from torchrelay.stores.shares.layout import rank_of
 
 if TYPE_CHECKING:
     from torchrelay.inspection.seam import Contents
-    from torchrelay.plan.stored import StoredTensor
+    from torchrelay.planning.stored import StoredTensor
 
 
 def narrowed(contents: Contents, patterns: Sequence[str]) -> Contents:

@@ -15,7 +15,7 @@ from typing import NamedTuple
 from torchrelay.inspection.numbers import memory_of
 from torchrelay.inspection.seam import StateReader
 from torchrelay.inspection.slabs import slabs
-from torchrelay.plan.stored import StoredTensor
+from torchrelay.planning.stored import StoredTensor
 from torchrelay.record.dtypes import itemsize
 
 PIECE_BYTES = 4 << 20

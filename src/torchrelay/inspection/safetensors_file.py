@@ -16,7 +16,7 @@ import msgspec
 from torchrelay.errors import CheckpointError, DamagedError, ManifestError, UsageError
 from torchrelay.inspection.file_bytes import FileBytes
 from torchrelay.inspection.seam import Contents, OpenedState
-from torchrelay.plan.stored import Shard, StoredTensor
+from torchrelay.planning.stored import Shard, StoredTensor
 from torchrelay.progress import Progress, ProgressCallback
 from torchrelay.record.dtypes import itemsize
 from torchrelay.record.schema import VolumeRecord

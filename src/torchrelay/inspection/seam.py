@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
-from torchrelay.plan.stored import StoredTensor
+from torchrelay.planning.stored import StoredTensor
 from torchrelay.progress import ProgressCallback
 from torchrelay.record.schema import VolumeRecord
 

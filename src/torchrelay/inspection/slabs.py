@@ -21,7 +21,7 @@ from torchrelay.record.dtypes import itemsize
 
 if TYPE_CHECKING:
     from torchrelay.inspection.seam import StateReader
-    from torchrelay.plan.stored import Shard, StoredTensor
+    from torchrelay.planning.stored import Shard, StoredTensor
 
 SLAB_BYTES = 8 << 20
 

@@ -13,7 +13,7 @@ from torchrelay.inspection.slabs import slabs
 
 if TYPE_CHECKING:
     from torchrelay.inspection.seam import StateReader
-    from torchrelay.plan.stored import StoredTensor
+    from torchrelay.planning.stored import StoredTensor
 
 BINS = 64
 

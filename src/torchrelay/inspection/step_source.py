@@ -8,7 +8,7 @@ import msgspec
 import xxhash
 
 from torchrelay.inspection.seam import Alias, Contents, PlainValue
-from torchrelay.plan.selection import Texts
+from torchrelay.planning.selection import Texts
 from torchrelay.progress import Bar, ProgressCallback
 from torchrelay.record import manifest as m
 from torchrelay.record.manifest import parts

@@ -18,8 +18,8 @@ from torchrelay.errors import MismatchError
 from torchrelay.landing.new_leaves import GivenLeaf
 from torchrelay.landing.options import LandingOptions
 from torchrelay.pause import gc_paused
-from torchrelay.plan.selection import Selection
 from torchrelay.plan.sharded import PlainLayout
+from torchrelay.planning.selection import Selection
 from torchrelay.record import manifest as m
 from torchrelay.state import tensors as t
 from torchrelay.state.backing import missing_memory

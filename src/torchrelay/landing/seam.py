@@ -17,7 +17,7 @@ from torchrelay.landing.pairing import Pairing, PreparedDestination, paired
 from torchrelay.landing.places import Landing
 from torchrelay.landing.workspace import Workspace
 from torchrelay.pause import gc_paused
-from torchrelay.plan.share.rank_share import RankShare
+from torchrelay.planning.rank_share import RankShare
 from torchrelay.record.manifest import tensor_of
 from torchrelay.record.rows import LeafRows
 from torchrelay.record.schema import Record

@@ -25,9 +25,9 @@ from torchrelay.landing.places import Landed
 from torchrelay.landing.seam import land_share
 from torchrelay.landing.workspace import Workspace
 from torchrelay.pause import gc_paused
-from torchrelay.plan.reads import BoxReads, Cut, rows_of, stored_reads
-from torchrelay.plan.share.rank_share import RankShare
-from torchrelay.plan.stored import Names, Shard
+from torchrelay.planning.rank_share import RankShare
+from torchrelay.planning.reads import BoxReads, Cut, rows_of, stored_reads
+from torchrelay.planning.stored import Names, Shard
 from torchrelay.record.dtypes import itemsize
 from torchrelay.record.rows import LeafRows
 from torchrelay.record.schema import Record, runs

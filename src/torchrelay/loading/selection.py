@@ -7,7 +7,7 @@ from difflib import get_close_matches
 
 from torchrelay.arguments import matches
 from torchrelay.errors import MismatchError
-from torchrelay.plan.selection import Texts
+from torchrelay.planning.selection import Texts
 from torchrelay.record.schema import Record
 from torchrelay.state.tree import show, slots
 

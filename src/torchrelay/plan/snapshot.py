@@ -19,11 +19,11 @@ from torchrelay.geometry.boxes import Numbers, run_of
 from torchrelay.geometry.chunks import MIB, Chunks
 from torchrelay.geometry.runs import Column, Copy, Runs
 from torchrelay.pause import gc_paused
-from torchrelay.plan.asked import Reads
 from torchrelay.plan.description import Description, Indices
 from torchrelay.plan.region import Region, Stream
 from torchrelay.plan.state_plan import StatePlan
 from torchrelay.record.encoding import encode
+from torchrelay.record.rank_reads import Reads
 from torchrelay.record.rows import Marks
 from torchrelay.state.checkpointable import with_boxes
 from torchrelay.state.local_parts import cut

@@ -28,7 +28,7 @@ from torchrelay.landing.places import Landed
 from torchrelay.memory.crew import share_out
 from torchrelay.memory.gpu.side import settle
 from torchrelay.memory.uninterrupted import hurried, uninterrupted
-from torchrelay.plan.asked import encode_reads
+from torchrelay.record.rank_reads import encode_reads
 from torchrelay.resharding.plan import GatherPlan, PartLanding
 from torchrelay.results import Loaded, Outcome
 from torchrelay.transports.protocol.options import ReceiveOptions, TransferCall

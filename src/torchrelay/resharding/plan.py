@@ -26,14 +26,14 @@ from torchrelay.landing.places import Landed, Landing
 from torchrelay.landing.seam import land_share
 from torchrelay.landing.workspace import Workspace
 from torchrelay.pause import gc_paused
-from torchrelay.plan.asked import Reads
-from torchrelay.plan.reads import SCATTERED, BoxReads, ReadTable
 from torchrelay.plan.region import Stream, copy_boxes
-from torchrelay.plan.share.rank_share import RankShare
+from torchrelay.planning.holder_reads import GatherReads, RankReads
+from torchrelay.planning.rank_share import RankShare
+from torchrelay.planning.reads import SCATTERED, BoxReads, ReadTable
+from torchrelay.planning.union import Union
 from torchrelay.record.dtypes import itemsize
+from torchrelay.record.rank_reads import Reads
 from torchrelay.record.schema import Record
-from torchrelay.resharding.reads import GatherReads, RankReads
-from torchrelay.resharding.union import Union
 from torchrelay.state import tensors as t
 from torchrelay.state.local_parts import cut
 

@@ -10,7 +10,7 @@ from msgspec.structs import replace
 from torchrelay.errors import MismatchError
 from torchrelay.geometry.boxes import Numbers
 from torchrelay.plan.outline import renumbered
-from torchrelay.plan.stored import Names
+from torchrelay.planning.stored import Names
 from torchrelay.record import manifest as m
 from torchrelay.record.schema import RankDifference, Record, StateOutline, column_of
 from torchrelay.sources.seam import Opened

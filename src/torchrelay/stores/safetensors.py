@@ -13,7 +13,7 @@ from types import MappingProxyType
 
 import msgspec
 
-from torchrelay.plan.stored import StoredTensor, stored_tensors
+from torchrelay.planning.stored import StoredTensor, stored_tensors
 from torchrelay.record.dtypes import itemsize
 from torchrelay.record.rows import LeafRows
 from torchrelay.record.schema import Record

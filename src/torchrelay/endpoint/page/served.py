@@ -10,7 +10,7 @@ from torchrelay.endpoint.server.service import Service
 from torchrelay.endpoint.server.snapshots import ServedSnapshot
 from torchrelay.endpoint.server.step_reader import StepReader
 from torchrelay.inspection.seam import Contents
-from torchrelay.plan.stored import stored_tensors
+from torchrelay.planning.stored import stored_tensors
 from torchrelay.record.encoding import decode_at_rest
 
 KEPT = 8  # steps whose contents are remembered, to tell what changed

@@ -23,7 +23,7 @@ from torchrelay.geometry.runs import Column, Runs
 from torchrelay.geometry.strides import contiguous_strides, packed
 from torchrelay.memory.host import host_block
 from torchrelay.plan.region import Region, Stream
-from torchrelay.plan.stored import Shard
+from torchrelay.planning.stored import Shard
 from torchrelay.state import tensors as t
 from torchrelay.stores.reading.fetch import Placed
 

@@ -17,7 +17,7 @@ from torchrelay.errors import CheckpointError, DamagedError, RelayError
 from torchrelay.geometry import DIGEST_BYTES
 from torchrelay.memory.crew import share_out
 from torchrelay.memory.free import check_free
-from torchrelay.plan.stored import Names, images_in
+from torchrelay.planning.stored import Names, images_in
 from torchrelay.record.schema import Record, VolumeRecord
 from torchrelay.shortage import raise_shortage
 from torchrelay.stores.retry import is_wrong

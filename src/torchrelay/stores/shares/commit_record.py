@@ -13,7 +13,7 @@ import torch
 from torchrelay.errors import CheckpointError, ManifestError
 from torchrelay.geometry.boxes import Comparisons
 from torchrelay.pause import gc_paused
-from torchrelay.plan.stored import Names
+from torchrelay.planning.stored import Names
 from torchrelay.record.checks.images import check_kind
 from torchrelay.record.encoding import decode, decode_at_rest, encode_at_rest
 from torchrelay.record.schema import Origin, Record

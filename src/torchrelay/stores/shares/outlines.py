@@ -16,7 +16,7 @@ import xxhash
 
 from torchrelay.errors import CheckpointError
 from torchrelay.geometry.boxes import Numbers
-from torchrelay.plan.stored import Names
+from torchrelay.planning.stored import Names
 from torchrelay.record.dtypes import itemsize
 from torchrelay.record.kinds import KindTable
 from torchrelay.record.manifest import Leaf, TensorLeaf, parts, with_parts

@@ -23,7 +23,7 @@ from torchrelay.deadlines import Deadline
 from torchrelay.errors import ManifestError, UnsupportedLeafError
 from torchrelay.pause import gc_paused
 from torchrelay.plan.at_rest import Described, describe
-from torchrelay.plan.stored import Names
+from torchrelay.planning.stored import Names
 from torchrelay.record.encoding import decode, encode
 from torchrelay.record.manifest import ValueLeaf
 from torchrelay.record.rows import LeafRows

@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 
 from torchrelay.errors import CheckpointError, ManifestError
 from torchrelay.plan.outline import in_rows, renumbered, shifted
-from torchrelay.plan.stored import Names
+from torchrelay.planning.stored import Names
 from torchrelay.record import manifest as m
 from torchrelay.record.schema import ImageKind, Record
 from torchrelay.record.values import encode_key

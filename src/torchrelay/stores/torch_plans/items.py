@@ -27,7 +27,7 @@ from torch.distributed.checkpoint.planner import (
 from torchrelay.errors import CheckpointError, MismatchError, UnsupportedLeafError
 from torchrelay.landing.packed import pack, unpack
 from torchrelay.plan.at_rest import describe
-from torchrelay.plan.stored import StoredTensor
+from torchrelay.planning.stored import StoredTensor
 from torchrelay.state import tensors as t
 from torchrelay.state.backing import missing_memory, with_memory
 from torchrelay.stores.reading.box_reads import BoxRead

@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.metadata import (
 
 from torchrelay.errors import MismatchError
 from torchrelay.plan.outline import laid_over
-from torchrelay.plan.stored import StoredTensor, stored_tensors
+from torchrelay.planning.stored import StoredTensor, stored_tensors
 from torchrelay.record import manifest as m
 from torchrelay.record.manifest import parts
 from torchrelay.record.rows import LeafRows

@@ -13,8 +13,8 @@ from functools import partial
 from torchrelay.deadlines import Deadline
 from torchrelay.errors import RelayError
 from torchrelay.memory.pool import cores
-from torchrelay.plan.asked import decode_reads
 from torchrelay.plan.snapshot import Snapshot, SnapshotPart, capture
+from torchrelay.record.rank_reads import decode_reads
 from torchrelay.results import Outcome, Report, Traffic
 from torchrelay.transports.meeting.connection import ConnectionLost, Inbox, MessageHeard
 from torchrelay.transports.meeting.matching import OpenSend, ReceiverJoined

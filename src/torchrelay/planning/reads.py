@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from torchrelay.geometry.boxes import Box, Numbers, run_of, shared, within
-from torchrelay.plan.share.rank_share import RankShare
+from torchrelay.planning.rank_share import RankShare
 from torchrelay.record.dtypes import itemsize
 from torchrelay.record.schema import ImageKind, Record, runs
 

@@ -18,9 +18,9 @@ from torchrelay.errors import MismatchError
 from torchrelay.geometry.boxes import Box, Numbers
 from torchrelay.geometry.numbered import Numbered
 from torchrelay.plan.outline import TensorRows, laid_over, outline, pruned
-from torchrelay.plan.selection import Selection
 from torchrelay.plan.sharded import PlainLayout, ShardedKind
-from torchrelay.plan.share.leaves import (
+from torchrelay.planning.selection import Selection
+from torchrelay.planning.share_leaves import (
     NONE,
     LeafNumbers,
     Pairs,

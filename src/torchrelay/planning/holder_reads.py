@@ -15,11 +15,11 @@ import numpy as np
 
 from torchrelay.errors import MismatchError
 from torchrelay.geometry.boxes import Box, Comparisons, Numbers
-from torchrelay.plan.asked import Reads
-from torchrelay.plan.reads import SCATTERED, BoxReads, Overlap, ReadTable, equal_rows
-from torchrelay.plan.share.rank_share import RankShare
+from torchrelay.planning.rank_share import RankShare
+from torchrelay.planning.reads import SCATTERED, BoxReads, Overlap, ReadTable, equal_rows
+from torchrelay.planning.union import Union
+from torchrelay.record.rank_reads import Reads
 from torchrelay.record.schema import column_of
-from torchrelay.resharding.union import Union
 
 _encode = msgspec.msgpack.Encoder().encode
 

@@ -18,7 +18,7 @@ from torchrelay.errors import MismatchError
 from torchrelay.geometry.boxes import Box, Numbers
 from torchrelay.geometry.numbered import Numbered
 from torchrelay.plan.outline import TensorRows, outline
-from torchrelay.plan.share.leaves import NONE, whole_kinds
+from torchrelay.planning.share_leaves import NONE, whole_kinds
 from torchrelay.record import manifest as m
 from torchrelay.record.kinds import KindTable
 from torchrelay.record.rows import LeafRows, Marks

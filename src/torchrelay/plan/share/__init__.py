@@ -1,1 +1,0 @@
-"""The share that one rank takes of a recorded state."""
