@@ -403,7 +403,7 @@ def test_library_has_no_import_cycle() -> None:
         ("plan/images.py", "from torch import distributed", "pure"),
         ("state/tensors.py", "import socket", "pure"),
         ("planning/holder_reads.py", "def f():\n    import threading", "pure"),
-        ("resharding/plan.py", "from torchrelay.memory.crew import share_out", "pure"),
+        ("resharding/plan.py", "from torchrelay.memory.thread_pool import run_on_threads", "pure"),
         ("resharding/plan.py", "from torchrelay.resharding.gather import Gather", "pure"),
         ("relay.py", "from torch._utils import x", "private torch"),
         ("relay.py", "from torch.distributed.tensor import _api", "private torch"),
@@ -434,7 +434,10 @@ def test_a_violation_is_seen(file: str, source: str, expected: str) -> None:
         ("cli.py", "import torchrelay as tr\nfrom torchrelay import demo\nimport torch"),
         ("relay.py", "import torch\ntorch.__version__"),
         ("resharding/plan.py", "from torchrelay.planning.holder_reads import R\nimport torch"),
-        ("resharding/gather.py", "from torchrelay.memory.crew import share_out\nimport os"),
+        (
+            "resharding/gather.py",
+            "from torchrelay.memory.thread_pool import run_on_threads\nimport os",
+        ),
     ],
 )
 def test_what_is_allowed_passes(file: str, source: str) -> None:

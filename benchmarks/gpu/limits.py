@@ -24,9 +24,9 @@ import torch
 
 from benchmarks.harness import machine, save
 from torchrelay.memory.arena import unregister
-from torchrelay.memory.crew import share_out
 from torchrelay.memory.gpu.kernels import CudaError, check, driver
 from torchrelay.memory.pages import Mapping, allocate, populate, side_by_side
+from torchrelay.memory.thread_pool import run_on_threads
 
 MIB = 1 << 20
 GB = 1e9
@@ -101,7 +101,7 @@ class Limits:
 
                 return read
 
-            share_out(range(0, nbytes, piece), hand, threads)
+            run_on_threads(range(0, nbytes, piece), hand, threads)
 
         with self.attempt(name):
             self.row(name, seconds_of(lap, laps), nbytes, threads=threads, piece=piece)
@@ -133,7 +133,7 @@ class Limits:
         def part(number: int) -> None:
             allocate(files[number], address + number * each, each)
 
-        taken = seconds_of(lambda: share_out(range(parts), lambda: part, parts))
+        taken = seconds_of(lambda: run_on_threads(range(parts), lambda: part, parts))
         pinned = seconds_of(lambda: pin(address, self.nbytes))
         unregister(address)
         for file in files:

@@ -32,7 +32,7 @@ import torch
 
 from benchmarks.harness import machine, save
 from torchrelay import Checkpointer
-from torchrelay.memory.crew import share_out
+from torchrelay.memory.thread_pool import run_on_threads
 from torchrelay.stores.reading.device_fetch import DISK_PIECE, DISK_THREADS
 
 State = dict[str, torch.Tensor]
@@ -149,7 +149,7 @@ def disk(place: Path, into: State) -> State:
 
         return read
 
-    share_out(tasks, hand, DISK_THREADS)
+    run_on_threads(tasks, hand, DISK_THREADS)
     for fd in {fd for fd, _ in tasks}:
         os.close(fd)
     return into

@@ -19,7 +19,7 @@ from tests.support.ways import WAYS, by
 from torchrelay.dropin import PGTransport
 from torchrelay.memory import threads
 from torchrelay.memory.bounded import bounded
-from torchrelay.memory.crew import share_out
+from torchrelay.memory.thread_pool import run_on_threads
 from torchrelay.transports.meeting import listener
 from torchrelay.transports.streams.workers import Workers
 
@@ -44,7 +44,7 @@ def test_what_was_not_started_is_over() -> None:
 def test_tasks_are_shared_out_to_the_threads_that_there_are(count: int) -> None:
     done: list[int] = []
     with only_threads(count) as refused:
-        share_out(range(20), lambda: done.append, 8)
+        run_on_threads(range(20), lambda: done.append, 8)
         assert refused
     assert sorted(done) == [*range(20)]
 
@@ -95,7 +95,7 @@ def test_the_kernel_refuses_a_thread() -> None:
         with pytest.raises(tr.errors.ResourceError, match=SAID):
             threads.run(lambda: None, "test")
         done: list[int] = []
-        share_out(range(9), lambda: done.append, 4)
+        run_on_threads(range(9), lambda: done.append, 4)
         assert sorted(done) == [*range(9)]
     assert threads.run(lambda: None, "test").wait(LONG)
 

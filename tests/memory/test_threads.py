@@ -11,7 +11,7 @@ import pytest
 
 from torchrelay.deadlines import LOOK_UP, wait_until_set
 from torchrelay.memory import threads
-from torchrelay.memory.crew import share_out
+from torchrelay.memory.thread_pool import run_on_threads
 
 SECONDS = 20.0
 
@@ -202,7 +202,7 @@ def test_an_interrupt_while_work_is_shared_out_waits_for_what_has_begun(
 
     monkeypatch.setattr(threads.Running, "wait", interrupted)
     with pytest.raises(KeyboardInterrupt):
-        share_out(range(2), lambda: act, 2)
+        run_on_threads(range(2), lambda: act, 2)
     go.set()
     assert len(done) == 1
 

@@ -30,7 +30,7 @@ from torchrelay.inspection.step_source import StepSource
 from torchrelay.inspection.tensors import TensorReader
 from torchrelay.loading.loader import Loader, LoadRequest
 from torchrelay.memory.bounded import bounded
-from torchrelay.memory.crew import share_out
+from torchrelay.memory.thread_pool import run_on_threads
 from torchrelay.planning.stored import Shard, StoredTensor
 from torchrelay.shortage import raise_shortage
 from torchrelay.sources.seam import Opened, Source
@@ -215,7 +215,7 @@ def _write_file(
         return write
 
     try:
-        share_out(range(0, layout.nbytes, _TASK_BYTES), work, reading.workers)
+        run_on_threads(range(0, layout.nbytes, _TASK_BYTES), work, reading.workers)
         check_wanted()
         sink.finish()
     except BaseException as fault:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from torchrelay.errors import CheckpointError, StepExistsError
-from torchrelay.memory.crew import share_out
+from torchrelay.memory.thread_pool import run_on_threads
 from torchrelay.progress import Bar, ProgressCallback
 from torchrelay.record.schema import VolumeRecord
 from torchrelay.sources.remote_step import RemoteStep
@@ -59,7 +59,7 @@ def _copy_file(held: RemoteStep | OpenedStep, index: int, draft: Draft, bar: Bar
 
     try:
         workers = 1 if sink.ordered else WORKERS
-        share_out(list(range(0, file.nbytes, size)), lambda: copy, workers)
+        run_on_threads(list(range(0, file.nbytes, size)), lambda: copy, workers)
         sink.finish()
     except BaseException:
         sink.abort()

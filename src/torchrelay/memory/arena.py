@@ -16,10 +16,10 @@ from typing import Any
 
 import torch
 
-from torchrelay.memory.crew import share_out
 from torchrelay.memory.free import check_free
 from torchrelay.memory.pages import HUGE_PAGE, allocate, private_memory, reserve, side_by_side
 from torchrelay.memory.sealed import sealed_memory
+from torchrelay.memory.thread_pool import run_on_threads
 from torchrelay.shortage import raise_shortage
 from torchrelay.system import LINUX
 
@@ -62,7 +62,7 @@ class Arena:
         self.address = self.tensor.data_ptr()
         try:
             if populate:
-                share_out(range(len(self.fds)), lambda: self._allocate, len(self.fds))
+                run_on_threads(range(len(self.fds)), lambda: self._allocate, len(self.fds))
             if pinned:
                 if code := register(self.address, nbytes):
                     raise MemoryError(f"CUDA cannot pin {nbytes} bytes (error {code})")

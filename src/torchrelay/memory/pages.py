@@ -16,8 +16,8 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from torchrelay.memory.crew import share_out
 from torchrelay.memory.free import check_free
+from torchrelay.memory.thread_pool import run_on_threads
 from torchrelay.system import LINUX, c_library
 
 HUGE_PAGE = 2 << 20
@@ -194,7 +194,7 @@ def populate(address: int, nbytes: int, threads: int) -> None:
         if kind is not None:
             kinds.took(kind, time.perf_counter() - begun)
 
-    share_out(steps, lambda: touch, threads)
+    run_on_threads(steps, lambda: touch, threads)
 
 
 def _advise(address: int, nbytes: int, advice: int) -> int:

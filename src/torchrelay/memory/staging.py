@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 
 from torchrelay.memory import vectors
-from torchrelay.memory.crew import share_out
+from torchrelay.memory.thread_pool import run_on_threads
 from torchrelay.plan.region import Stream
 
 # Bytes copied by one call: many, because each call may wait for the interpreter, and no more than a
@@ -59,7 +59,7 @@ def stage(copies: Sequence[Copy], arena: torch.Tensor, *, threads: int = 2) -> N
                 inside.enter_context(torch.cuda.stream(stream))
             for copy in copies if streams else ():
                 copy.stream.ask_devices(copy.start, copy.stop, arena[copy.at :])
-        share_out(pieces, lambda: copy_piece, threads)
+        run_on_threads(pieces, lambda: copy_piece, threads)
     finally:
         for stream in streams:
             stream.synchronize()

@@ -19,7 +19,7 @@ from typing import NamedTuple
 import numpy as np
 
 from torchrelay.geometry.runs import Moves, copy_one_by_one
-from torchrelay.memory.crew import share_out
+from torchrelay.memory.thread_pool import run_on_threads
 from torchrelay.system import c_library
 
 PIECE = 8 << 20  # bytes of one call: large, because each may wait for the interpreter's lock
@@ -163,7 +163,7 @@ def copy(moves: Moves, threads: int = 1, others: Sequence[Job] = ()) -> None:
             jobs.append(partial(ctypes.memmove, *one))
     # Alternate: copies let other threads run, and the other jobs may not.
     mixed = (job for pair in zip_longest(jobs, others) for job in pair if job is not None)
-    share_out(mixed, lambda: _call, threads)
+    run_on_threads(mixed, lambda: _call, threads)
 
 
 def _where(moves: Moves, rows: np.ndarray[tuple[int, ...], np.dtype[np.bool_]]) -> Moves:

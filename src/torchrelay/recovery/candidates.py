@@ -9,7 +9,7 @@ from functools import partial
 from torchrelay.deadlines import Deadline
 from torchrelay.errors import CheckpointError, MismatchError, RelayError
 from torchrelay.memory.bounded import bounded
-from torchrelay.memory.crew import Crew
+from torchrelay.memory.thread_pool import ThreadPool
 from torchrelay.record.schema import Record
 from torchrelay.results import Attempt
 from torchrelay.sources.mended_step import MendedStep, OtherSource
@@ -61,7 +61,7 @@ class Candidates:
                 self._reasons[place].append("there is nothing in it")
             self.empty = self.empty and not found
 
-        Crew(len(self._sources)).each(look, range(len(self._sources)))
+        ThreadPool(len(self._sources)).each(look, range(len(self._sources)))
 
     def steps(self) -> list[int]:
         """The steps that this rank can get from any source, the newest first."""

@@ -25,8 +25,8 @@ from torchrelay.errors import (
 )
 from torchrelay.landing.commit.ending import TORN
 from torchrelay.landing.places import Landed
-from torchrelay.memory.crew import share_out
 from torchrelay.memory.gpu.side import settle
+from torchrelay.memory.thread_pool import run_on_threads
 from torchrelay.memory.uninterrupted import hurried, uninterrupted
 from torchrelay.record.rank_reads import encode_reads
 from torchrelay.resharding.plan import GatherPlan, PartLanding
@@ -127,7 +127,7 @@ class Gather:
             for deadline in (self._deadline, self._join_deadline):
                 deadline.hasten(0.0)
 
-        hurried(partial(share_out, ranks, lambda: attempt, len(ranks)), hurry)
+        hurried(partial(run_on_threads, ranks, lambda: attempt, len(ranks)), hurry)
 
     def _lose(self, rank: int, fault: RelayError) -> None:
         """A source is lost, and what came from it does not count: its state may have changed."""

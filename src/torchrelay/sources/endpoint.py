@@ -29,7 +29,7 @@ from torchrelay.errors import (
     TransferTimeoutError,
     UsageError,
 )
-from torchrelay.memory.crew import Crew
+from torchrelay.memory.thread_pool import ThreadPool
 from torchrelay.record.encoding import content_digest, decode_at_rest
 from torchrelay.record.schema import Record
 from torchrelay.results import Loaded, Outcome, Peer
@@ -194,7 +194,7 @@ class EndpointSource:
         seconds = _share(deadline, alone=bool(query) or len(hosts) == 1)
         seconds = min((KEEPER_SECONDS if self.job else ASK_SECONDS) + wait, seconds)
         get = partial(_get, _step_list, f"/steps.json{query}", seconds)
-        answers = Crew(_AT_ONCE).each(partial(self._asked, get), hosts)
+        answers = ThreadPool(_AT_ONCE).each(partial(self._asked, get), hosts)
         self._listed = {}
         for host, answer in zip(hosts, answers, strict=True):
             # Of two steps with one number the last replaced the first; keepers may need both.
@@ -362,7 +362,7 @@ class EndpointSource:
 
         # At the same time: a server that does not hear of it keeps the step for a while, and skips
         # a publish. So one that is silent must not take the time of the others.
-        Crew(_AT_ONCE).each(tell, hosts.values())
+        ThreadPool(_AT_ONCE).each(tell, hosts.values())
 
     @property
     def supplied(self) -> dict[str, int]:

@@ -14,7 +14,7 @@ import msgspec
 import numpy as np
 
 from torchrelay.errors import DigestError, RemoteProtocolError
-from torchrelay.memory.crew import Crew
+from torchrelay.memory.thread_pool import ThreadPool
 from torchrelay.parts.runs import (
     MAX_RUNS,
     MAX_VOLUMES,
@@ -76,7 +76,7 @@ class PartFetch:
             volume.doubt()
         while todo:
             groups = self._by_supplier(todo)
-            left = Crew(STREAMS).each(lambda group: self._fetch(*group), groups)
+            left = ThreadPool(STREAMS).each(lambda group: self._fetch(*group), groups)
             todo = [piece for some in left for piece in some]
         RecordCheck(self._step, self._mirror, self._given).run(list(changed))
         for name, volume in changed.items():

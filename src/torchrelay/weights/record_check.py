@@ -16,7 +16,7 @@ import numpy as np
 import xxhash
 
 from torchrelay.errors import RemoteProtocolError
-from torchrelay.memory.crew import share_out
+from torchrelay.memory.thread_pool import run_on_threads
 from torchrelay.parts.runs import MAX_RUNS, PART_BYTES, PartsRequest, VolumeParts
 from torchrelay.parts.stream import HEAD_BYTES, MAGIC, ChunkHead
 from torchrelay.sources.remote_step import (
@@ -66,7 +66,7 @@ class RecordCheck:
 
             return do
 
-        share_out(todo, work, WORKERS)
+        run_on_threads(todo, work, WORKERS)
         for name, chunk in sorted(wrong):
             self._read_again(name, chunk)
         for name, volume in volumes.items():

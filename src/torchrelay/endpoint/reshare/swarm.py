@@ -23,7 +23,7 @@ from torchrelay.endpoint.reshare.seed import ArrivingBytes, Seed
 from torchrelay.endpoint.server.messages import SeedAnnouncement, SeedAnswer
 from torchrelay.errors import EndpointError, TransferTimeoutError, UsageError
 from torchrelay.memory import threads
-from torchrelay.memory.crew import Crew, share_out
+from torchrelay.memory.thread_pool import ThreadPool, run_on_threads
 from torchrelay.progress import Bar, ProgressCallback
 from torchrelay.record.schema import Record, VolumeRecord
 from torchrelay.sources.access import Access
@@ -122,7 +122,7 @@ class Swarm:
         self._look_around()
         threads.start(self._watch, "swarm")
         try:
-            share_out(range(WORKERS), lambda: self._work, WORKERS)
+            run_on_threads(range(WORKERS), lambda: self._work, WORKERS)
         finally:
             self.stop()
         if self._open.any():
@@ -179,7 +179,7 @@ class Swarm:
                 self._learn(url)
         every = list(self._neighbours.values())
         some = [one for one in every if not one.answered and not one.dropped]
-        Crew(_GREET_AT_ONCE).each(self._greet, some)
+        ThreadPool(_GREET_AT_ONCE).each(self._greet, some)
 
     def _greet(self, one: Neighbour) -> None:
         try:

@@ -15,7 +15,7 @@ import xxhash
 from torchrelay.endpoint.server.http.connections import Span
 from torchrelay.endpoint.server.messages import Show, StepRecord, Volume
 from torchrelay.geometry import DIGEST_BYTES
-from torchrelay.memory.crew import share_out
+from torchrelay.memory.thread_pool import run_on_threads
 
 if TYPE_CHECKING:  # numpy takes as much memory as the server itself
     from torchrelay.endpoint.server.changes import ChangeHistory
@@ -261,5 +261,5 @@ def digests(slot: Slot, volumes: list[Volume]) -> list[bytes]:
         at = chunk * DIGEST_BYTES
         found[index][at : at + DIGEST_BYTES] = xxhash.xxh3_128_digest(slot.view[start:stop])
 
-    share_out(tasks(), lambda: hash_chunk, HASHERS)
+    run_on_threads(tasks(), lambda: hash_chunk, HASHERS)
     return [bytes(one) for one in found]

@@ -7,7 +7,7 @@ import re
 import threading
 
 from torchrelay.errors import UsageError
-from torchrelay.memory.crew import Crew
+from torchrelay.memory.thread_pool import ThreadPool
 from torchrelay.stores.objects.bucket import Bucket
 from torchrelay.stores.retry import Retry
 from torchrelay.stores.seam import MANIFEST, MAX_MANIFEST_BYTES, DataReader, StoredStep
@@ -51,8 +51,8 @@ class ObjectStep(StoredStep):
     costly_reads = True
     trusted = False
 
-    def __init__(self, bucket: Bucket, crew: Crew, step: int, patience: Retry) -> None:
-        self._bucket, self._crew, self._step, self._patience = bucket, crew, step, patience
+    def __init__(self, bucket: Bucket, pool: ThreadPool, step: int, patience: Retry) -> None:
+        self._bucket, self._pool, self._step, self._patience = bucket, pool, step, patience
         self.url = bucket.name(f"step-{step}")
         self._sizes: dict[str, int] | None = None
         self._lock = threading.Lock()
@@ -78,7 +78,7 @@ class ObjectStep(StoredStep):
         nbytes = self._listed().get(name)
         if nbytes is None:  # a service may list an object late
             nbytes = self._patience(lambda: self._bucket.nbytes(path))
-        return ObjectReader(self._bucket, self._crew, path, self._patience, nbytes)
+        return ObjectReader(self._bucket, self._pool, path, self._patience, nbytes)
 
     def _listed(self) -> dict[str, int]:
         """Bytes of its data objects, which are never written twice: one request for a thousand.
@@ -103,8 +103,10 @@ class ObjectReader(DataReader):
 
     cold = batched = True
 
-    def __init__(self, bucket: Bucket, crew: Crew, path: str, patience: Retry, nbytes: int) -> None:
-        self._bucket, self._crew, self._path, self._patience = bucket, crew, path, patience
+    def __init__(
+        self, bucket: Bucket, pool: ThreadPool, path: str, patience: Retry, nbytes: int
+    ) -> None:
+        self._bucket, self._pool, self._path, self._patience = bucket, pool, path, patience
         self.nbytes = nbytes
 
     def read_into(self, position: int, view: memoryview) -> None:
@@ -118,7 +120,7 @@ class ObjectReader(DataReader):
             self._fetch(*parts[0])
             return
         # After a failure too, nothing writes into the caller's buffers once this returns.
-        self._crew.each(lambda part: self._fetch(*part), parts)
+        self._pool.each(lambda part: self._fetch(*part), parts)
 
     def _fetch(self, start: int, view: memoryview) -> None:
         fetched = self._patience(lambda: self._bucket.read_range(self._path, start, len(view)))

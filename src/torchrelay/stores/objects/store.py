@@ -18,7 +18,7 @@ from itertools import compress
 from pathlib import PurePosixPath
 
 from torchrelay.errors import UsageError
-from torchrelay.memory.crew import Crew
+from torchrelay.memory.thread_pool import ThreadPool
 from torchrelay.steps import MAX_STEP
 from torchrelay.stores.lookalikes import MOST, explain
 from torchrelay.stores.objects.bucket import Bucket, ObjectInfo
@@ -51,11 +51,11 @@ class ObjectStore:
         self._bucket = Bucket(url, timeout=timeout)
         self.url = self._bucket.url
         self._grace = grace
-        self._crew = Crew(CONCURRENCY)
+        self._pool = ThreadPool(CONCURRENCY)
 
     def steps(self) -> list[int]:
         def committed(listing: Listing) -> list[int]:
-            there = self._crew.each(self._bucket.has, map(manifest_path, listing))
+            there = self._pool.each(self._bucket.has, map(manifest_path, listing))
             return list(compress(listing, there))
 
         return settled(self.listing, committed)
@@ -83,7 +83,7 @@ class ObjectStore:
         return explain(self.url, [*paths, *sorted(folders - {"./"})])
 
     def open(self, step: int, patience: Retry = ONCE) -> ObjectStep:
-        return ObjectStep(self._bucket, self._crew, step, patience)
+        return ObjectStep(self._bucket, self._pool, step, patience)
 
     def draft_id(self, step: int) -> str:
         return folder_of(self._bucket, step)
@@ -112,7 +112,7 @@ class ObjectStore:
     def clean(self) -> list[str]:
         steps = list(self.listing())
         removed = []
-        for step, drafts in zip(steps, self._crew.each(self._drafts, steps), strict=True):
+        for step, drafts in zip(steps, self._pool.each(self._drafts, steps), strict=True):
             for token in drafts:
                 folder = f"step-{step}/{token}"
                 if self._remove_draft(step, token, self._bucket.objects(folder)):

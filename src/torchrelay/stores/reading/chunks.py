@@ -15,8 +15,8 @@ import xxhash
 
 from torchrelay.errors import CheckpointError, DamagedError, RelayError
 from torchrelay.geometry import DIGEST_BYTES
-from torchrelay.memory.crew import share_out
 from torchrelay.memory.free import check_free
+from torchrelay.memory.thread_pool import run_on_threads
 from torchrelay.planning.stored import Names, images_in
 from torchrelay.record.schema import Record, VolumeRecord
 from torchrelay.shortage import raise_shortage
@@ -176,7 +176,7 @@ class ChunkReads:
             return do
 
         self.begun = True
-        share_out(tasks, work, workers)
+        run_on_threads(tasks, work, workers)
 
     def _is_batched(self, reader: DataReader) -> bool:
         return self._batched or reader.batched

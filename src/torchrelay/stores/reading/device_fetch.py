@@ -22,11 +22,11 @@ import torch
 
 from torchrelay.geometry import DIGEST_BYTES
 from torchrelay.geometry.runs import Moves, Runs
-from torchrelay.memory.crew import share_out
 from torchrelay.memory.gpu import kernels
 from torchrelay.memory.gpu.kernels import ChunkTable, CudaError
 from torchrelay.memory.gpu.pinned import MOST_THREADS, PIECE, Upload, pinned_buffers, room_on
 from torchrelay.memory.gpu.side import on_side_stream
+from torchrelay.memory.thread_pool import run_on_threads
 from torchrelay.plan.region import Stream
 from torchrelay.record.schema import Record
 from torchrelay.stores.reading.chunks import (
@@ -185,7 +185,7 @@ class DeviceFetch:
                 return do
 
             try:
-                share_out(tasks, hand, min(most, buffers.threads))
+                run_on_threads(tasks, hand, min(most, buffers.threads))
                 if verify:
                     with torch.cuda.device(self._device), torch.cuda.stream(stream):
                         self._compare(groups, slab)  # as soon as the last copy is over

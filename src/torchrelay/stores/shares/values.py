@@ -17,11 +17,11 @@ import xxhash
 from torchrelay.geometry import DIGEST_BYTES
 from torchrelay.geometry.chunks import ALIGN
 from torchrelay.geometry.runs import Runs
-from torchrelay.memory.crew import share_out
 from torchrelay.memory.digest import CELL_BYTES, joined
 from torchrelay.memory.gpu.kernels import CudaError, digests_of
 from torchrelay.memory.gpu.side import settle
 from torchrelay.memory.pool import cores
+from torchrelay.memory.thread_pool import run_on_threads
 from torchrelay.plan.region import Region
 from torchrelay.stores.writer.file_writer import host_view
 
@@ -68,8 +68,8 @@ def value_digests(tensors: Sequence[torch.Tensor]) -> list[bytes]:
         else:
             for place, made in zip(places, some, strict=True):
                 found[place] = made
-    share_out(tasks, _hasher, min(THREADS, cores()))
-    share_out(mine, _hasher, 1)
+    run_on_threads(tasks, _hasher, min(THREADS, cores()))
+    run_on_threads(mine, _hasher, 1)
     return [one if isinstance(one, bytes) else joined(bytes(one)) for one in found]
 
 

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import xxhash
 
 from torchrelay.errors import CheckpointError
-from torchrelay.memory.crew import share_out
+from torchrelay.memory.thread_pool import run_on_threads
 from torchrelay.shortage import raise_shortage
 from torchrelay.stores.seam import DataFiles, Sink
 
@@ -115,7 +115,7 @@ class FileWriter:
                 raise CheckpointError("the save was given up", phase="write")
             self._writes += 1
         try:
-            share_out(self._tasks(ranges), worker, threads)
+            run_on_threads(self._tasks(ranges), worker, threads)
         finally:
             with self._lock:
                 self._writes -= 1
@@ -164,7 +164,7 @@ class FileWriter:
             with self._named(pair[0].name):
                 pair[1].finish()
 
-        share_out(zip(self._files, self._sinks, strict=True), lambda: finish, FINISHERS)
+        run_on_threads(zip(self._files, self._sinks, strict=True), lambda: finish, FINISHERS)
         return [bytes(digests) for digests in self._digests]
 
     def abort(self) -> None:

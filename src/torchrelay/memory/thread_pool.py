@@ -1,4 +1,4 @@
-"""Work shared out to a few threads. For work that lets other threads run: copies, hashes, I/O."""
+"""Tasks on a few threads. For tasks that release the interpreter: copies, hashes, I/O."""
 
 from __future__ import annotations
 
@@ -14,11 +14,13 @@ Task = TypeVar("Task")
 Result = TypeVar("Result")
 
 
-def share_out(tasks: Iterable[Task], hand: Callable[[], Callable[[Task], None]], most: int) -> None:
+def run_on_threads(
+    tasks: Iterable[Task], make_worker: Callable[[], Callable[[Task], None]], most: int
+) -> None:
     """Do every task on at most `most` threads, the caller's among them; returns when all are done.
 
-    `hand` is called once a thread and returns what does a task there. The first failure stops the
-    others after the task they are at, and is raised.
+    `make_worker` is called once per thread and returns the function that does a task there. The
+    first failure stops the others after their present task, and is raised.
     """
     todo = list(tasks)
     upcoming = iter(todo)
@@ -27,7 +29,7 @@ def share_out(tasks: Iterable[Task], hand: Callable[[], Callable[[Task], None]],
 
     def work() -> None:
         try:
-            act = hand()
+            act = make_worker()
             while not failures:
                 with lock:
                     task = next(upcoming, None)
@@ -42,7 +44,7 @@ def share_out(tasks: Iterable[Task], hand: Callable[[], Callable[[Task], None]],
         with suppress(ResourceError):  # fewer threads do it, or this one alone
             threads.get_ready(min(most, len(todo)) - 1)
             for _ in range(min(most, len(todo)) - 1):
-                threads.run(work, "crew", among=others)
+                threads.run(work, "task", among=others)
         work()
         for running in others:
             running.wait()
@@ -54,13 +56,13 @@ def share_out(tasks: Iterable[Task], hand: Callable[[], Callable[[Task], None]],
         raise failures[0]
 
 
-class Crew:
-    """At most `most` tasks at once, whoever has them done. Its threads hold up no interpreter that
-    ends, and it serves to the end: the executors of the standard library do neither."""
+class ThreadPool:
+    """At most `most` tasks at once, whichever calls they belong to. Unlike the executors of the
+    standard library it does not delay the end of the interpreter, and works until then."""
 
     def __init__(self, most: int) -> None:
         self._most = most
-        self._places = threading.Semaphore(most)
+        self._slots = threading.Semaphore(most)
 
     def each(self, act: Callable[[Task], Result], tasks: Iterable[Task]) -> list[Result]:
         """The results of `act`, in order. The first failure is raised when no task is running."""
@@ -68,8 +70,8 @@ class Crew:
         results: dict[int, Result] = {}
 
         def do(index: int) -> None:
-            with self._places:
+            with self._slots:
                 results[index] = act(todo[index])
 
-        share_out(range(len(todo)), lambda: do, self._most)
+        run_on_threads(range(len(todo)), lambda: do, self._most)
         return [results[index] for index in range(len(todo))]
