@@ -33,11 +33,11 @@ from torchrelay.record import manifest as m
 from torchrelay.record.encoding import decode_at_rest, encode
 from torchrelay.record.meshes import mesh_of as described
 from torchrelay.record.schema import Record
+from torchrelay.shares.commit_record import commit_record, decode_shares, sealed
+from torchrelay.shares.ownership import Question, Ruling
+from torchrelay.shares.planner import SavePlan, SharePlanner
 from torchrelay.state import tensors as t
 from torchrelay.state.meshes import described_mesh
-from torchrelay.stores.shares.commit_record import commit_record, decode_shares, sealed
-from torchrelay.stores.shares.ownership import Question, Ruling
-from torchrelay.stores.shares.planner import SavePlan, SharePlanner
 
 ANSWER = msgspec.msgpack.Decoder(Question | Ruling)
 RESULT = Path(__file__).parent / "results" / "scale.json"

@@ -82,8 +82,30 @@ def _write_after_seek(fd: int, views: Sequence[memoryview], position: int) -> in
 
 # `os.preadv` and `os.pwritev` of one view, also where there are no such calls.
 _Transfer = Callable[[int, list[memoryview], int], int]
-read_at: _Transfer = getattr(os, "preadv", _read_after_seek)
-write_at: _Transfer = getattr(os, "pwritev", _write_after_seek)
+_read_at: _Transfer = getattr(os, "preadv", _read_after_seek)
+_write_at: _Transfer = getattr(os, "pwritev", _write_after_seek)
+
+
+def read_full(fd: int, view: memoryview, position: int) -> bool:
+    """Fill a view from a position of a file, however many calls that takes; False where the file
+    ends before."""
+    return _transfer(_read_at, fd, view, position)
+
+
+def write_full(fd: int, view: memoryview, position: int) -> bool:
+    """Write all of a view to a position of a file, however many calls that takes; False where the
+    system takes nothing more."""
+    return _transfer(_write_at, fd, view, position)
+
+
+def _transfer(call: _Transfer, fd: int, view: memoryview, position: int) -> bool:
+    while len(view):
+        done = call(fd, [view], position)
+        if not done:
+            return False
+        position += done
+        view = view[done:]
+    return True
 
 
 def most_open_files() -> int | None:

@@ -16,7 +16,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 import torchrelay as tr
 from tests.support.ranks import RankPool
-from torchrelay.stores.dcp import Writer
+from torchrelay.dcp import Writer
 
 
 def model() -> dict[str, torch.Tensor]:

@@ -11,9 +11,9 @@ import pytest
 import torch
 
 import torchrelay as tr
+from torchrelay.shares import share as shares
 from torchrelay.stores.reading import chunks, device_fetch
 from torchrelay.stores.reading.device_fetch import DeviceFetch
-from torchrelay.stores.shares import share as shares
 
 pytestmark = pytest.mark.skipif(
     not torch.cuda.is_available(), reason="no GPU here: these run where there is one"

@@ -12,9 +12,9 @@ import torch.distributed.checkpoint as dcp
 
 import torchrelay as tr
 from tests.support.ranks import RankPool
+from torchrelay.dcp import Reader, Writer
 from torchrelay.dropin.convert import convert
 from torchrelay.steps import MAX_STEP
-from torchrelay.stores.dcp import Reader, Writer
 
 STATE = {"model": {"w": torch.arange(3.0)}}
 

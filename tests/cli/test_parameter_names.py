@@ -12,8 +12,8 @@ from torch import nn
 
 import torchrelay as tr
 from tests.support.commands import command
+from torchrelay.inspection.opened_state import PlainValue
 from torchrelay.inspection.parameter_names import parameter_names
-from torchrelay.inspection.seam import PlainValue
 
 
 def trained(*, named: bool) -> tuple[nn.Module, torch.optim.Optimizer]:

@@ -15,7 +15,7 @@ from tests.support.s3 import S3
 from torchrelay.cli.commands.steps import listed
 from torchrelay.cli.commands.watch import _events
 from torchrelay.cli.commands.watched import WatchedPlaces
-from torchrelay.stores.seam import Store
+from torchrelay.stores.store import Store
 
 
 def tensors(step: int) -> dict[str, torch.Tensor]:

@@ -21,8 +21,8 @@ import torchrelay as tr
 from tests.conformance.jobs import Job, painted
 from tests.support.torchft_files import find_torchft
 from torchrelay import dropin
+from torchrelay.dcp import Reader, Writer
 from torchrelay.endpoint.front import Endpoint
-from torchrelay.stores.dcp import Reader, Writer
 
 TIMEOUT = 20.0
 LIMIT = timedelta(seconds=TIMEOUT)

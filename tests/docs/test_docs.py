@@ -36,7 +36,7 @@ from tests.support.forks import Done, run_program
 from tests.support.ranks import run_ranks
 from tests.support.s3 import S3
 from tests.support.torchft_files import find_torchft
-from torchrelay import dropin, errors, steps
+from torchrelay import dcp, dropin, errors, steps
 from torchrelay.dropin import stock_dcp
 from torchrelay.dropin.convert import convert
 from torchrelay.endpoint.front import Endpoint
@@ -52,9 +52,9 @@ from torchrelay.record.checks import rows as row_checks
 from torchrelay.record.checks import tree as tree_checks
 from torchrelay.record.values import MAX_NESTED
 from torchrelay.results import Attempt, Outcome, Traffic
-from torchrelay.stores import dcp, safetensors, seam
+from torchrelay.shares import layout
+from torchrelay.stores import listing, safetensors
 from torchrelay.stores.objects.step import with_folder
-from torchrelay.stores.shares import layout
 from torchrelay.transports.meeting import directory
 from torchrelay.transports.protocol import sender_machine
 from torchrelay.transports.protocol.peers import Stage
@@ -571,7 +571,7 @@ def test_safetensors_dtypes_are_as_described() -> None:
 
 def test_checkpoint_limits_are_as_described() -> None:
     caps = dict(rows_under("## Limits", FORMAT))
-    assert (caps["commit record"], seam.MAX_MANIFEST_BYTES) == ("2^31 bytes", 1 << 31)
+    assert (caps["commit record"], listing.MAX_MANIFEST_BYTES) == ("2^31 bytes", 1 << 31)
     compared = caps["comparisons of boxes, beyond 64 for each and for each dimension"]
     assert (compared, boxes.MAX_COMPARISONS) == ("2^20 in all", 1 << 20)
     named = caps["classes of namedtuples in a tree, fields of all of them"]

@@ -13,12 +13,12 @@ import torch.distributed.checkpoint as dcp
 import torchrelay as tr
 from tests.support.checkpointable import corners, has_its_boxes, marked, other_corners, rows, whole
 from tests.support.ranks import RankPool
+from torchrelay.dcp import Reader, Writer
 from torchrelay.dropin import PGTransport
 from torchrelay.dropin.checkpointer import TorchCheckpointer
 from torchrelay.dropin.convert import convert
 from torchrelay.dropin.stock_dcp import read_stock, write_stock
 from torchrelay.errors import CheckpointError, RelayError, UnsupportedLeafError
-from torchrelay.stores.dcp import Reader, Writer
 
 KNOWN = hasattr(dcp, "CheckpointableTensor")
 needs_planners = pytest.mark.skipif(

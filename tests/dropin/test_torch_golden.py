@@ -21,11 +21,11 @@ from torch.distributed.device_mesh import init_device_mesh
 import torchrelay as tr
 from tests.support import torch_states as states
 from tests.support.ranks import RankPool
+from torchrelay.dcp import Reader
 from torchrelay.dropin import PGTransport
 from torchrelay.dropin.convert import convert
 from torchrelay.dropin.stock_dcp import read_stock
 from torchrelay.errors import UnsupportedLeafError
-from torchrelay.stores.dcp import Reader
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
 GOLDEN = Path(__file__).parent / "golden"

@@ -17,7 +17,7 @@ from tests.support.fsdp_job import fsdp_job, train, whole
 from tests.support.ranks import RankPool
 from torchrelay.endpoint import Encoding
 from torchrelay.errors import UnsupportedLeafError, UsageError
-from torchrelay.stores.shares import casting
+from torchrelay.shares import casting
 
 Tensor = torch.Tensor
 

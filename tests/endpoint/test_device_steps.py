@@ -22,13 +22,13 @@ from torchrelay.endpoint.server.device_steps import MOST_SLOTS, DeviceSteps
 from torchrelay.endpoint.server.messages import FinishPublish, Show, StepRecord, Volume
 from torchrelay.errors import PeerLostError, UsageError
 from torchrelay.memory.digest import digest
+from torchrelay.memory.pages import host_view
 from torchrelay.plan.region import Stream
 from torchrelay.sources import device_source
 from torchrelay.sources.connection import Host
 from torchrelay.sources.device_source import DeviceSource
 from torchrelay.sources.endpoint import EndpointSource
 from torchrelay.sources.lent_memory import DeviceExport, LocalFacts
-from torchrelay.stores.writer.file_writer import host_view
 from torchrelay.transports.routes.cuda.handles import Opening
 from torchrelay.weights import subscription
 

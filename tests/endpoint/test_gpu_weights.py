@@ -26,7 +26,7 @@ from torchrelay.sources.device_source import DeviceSource
 from torchrelay.sources.endpoint import EndpointSource
 from torchrelay.stores.reading.box_reads import BoxRead
 from torchrelay.stores.reading.device_copies import DeviceCopies
-from torchrelay.stores.seam import OpenStep
+from torchrelay.stores.step_files import StepFiles
 
 pytestmark = pytest.mark.skipif(
     not torch.cuda.is_available(), reason="no GPU here: memory of one is lent"
@@ -234,7 +234,7 @@ def _lent_bytes(address: int, nbytes: int, device: int) -> torch.Tensor:
     return device_bytes(address, nbytes, device).cpu()
 
 
-class _Files(OpenStep):
+class _Files(StepFiles):
     """A step of one file in memory of this process."""
 
     on_gpus = True

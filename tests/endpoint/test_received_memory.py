@@ -20,7 +20,7 @@ from torchrelay.endpoint.server.program import EndpointProgram
 from torchrelay.keeper.server import messages as k
 from torchrelay.keeper.server.program import KeeperProgram
 from torchrelay.memory.sealed import sealed_memory
-from torchrelay.stores.writer.frames import exchange
+from torchrelay.processes.frames import exchange
 
 TIMEOUT = 30.0
 _answer = msgspec.msgpack.Decoder(k.KeeperAnswer | m.ServerAnswer)

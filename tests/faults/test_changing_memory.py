@@ -17,12 +17,12 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 import torchrelay as tr
+from torchrelay.dcp import Writer
 from torchrelay.memory.digest import digest
 from torchrelay.plan.region import Stream
-from torchrelay.stores.dcp import Writer
+from torchrelay.shares import share as shares
+from torchrelay.shares.share import Pipeline
 from torchrelay.stores.local.files import Files
-from torchrelay.stores.shares import share as shares
-from torchrelay.stores.shares.share import Pipeline
 from torchrelay.stores.writer.file_writer import FileSpec
 
 

@@ -39,9 +39,9 @@ from tests.support.forge import (
 )
 from tests.support.rounds import rounds
 from tests.support.saved import equal, state, which
+from torchrelay.dcp import items as blobs
 from torchrelay.planning.stored import images_in, stored_tensors
 from torchrelay.record.encoding import decode_at_rest
-from torchrelay.stores.torch_plans import items as blobs
 
 SEED = 20261115
 

@@ -34,8 +34,8 @@ from torchrelay.checkpointer import KeepAll, KeepEvery, KeepLast
 from torchrelay.coordination.coordinator import Coordinator
 from torchrelay.deadlines import Deadline
 from torchrelay.stores.local.files import Files
-from torchrelay.stores.local.root import host_name
 from torchrelay.stores.local.store import LocalStore
+from torchrelay.stores.tokens import host_name
 
 SHORT = 2.0  # seconds a call may take that is meant to fail by its deadline
 GRACE = 1.5  # seconds past it

@@ -22,9 +22,9 @@ import torchrelay as tr
 from tests.support.s3 import S3
 from tests.support.saved import state, which
 from torchrelay.checkpointer import Keep
-from torchrelay.stores.dcp import Writer
+from torchrelay.dcp import Writer
 from torchrelay.stores.local.files import Files
-from torchrelay.stores.local.root import host_name
+from torchrelay.stores.tokens import host_name
 from torchrelay.stores.writer.file_writer import FileWriter
 
 

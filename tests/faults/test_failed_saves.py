@@ -17,8 +17,8 @@ from tests.support.cuts import stores_with
 from tests.support.ranks import RankPool
 from tests.support.saved import equal, state, which
 from torchrelay.checkpointer import catalog
+from torchrelay.stores.listing import MANIFEST
 from torchrelay.stores.local.files import Files
-from torchrelay.stores.seam import MANIFEST
 from torchrelay.stores.writer import client
 
 

@@ -24,9 +24,9 @@ from torchrelay.record.checks.record import check
 from torchrelay.record.encoding import decode, encode
 from torchrelay.record.schema import VolumeRecord
 from torchrelay.resharding.plan import GatherPlan
-from torchrelay.stores.shares import planner
-from torchrelay.stores.shares.outlines import shape_of
-from torchrelay.stores.shares.ownership import Details
+from torchrelay.shares import planner
+from torchrelay.shares.outlines import shape_of
+from torchrelay.shares.ownership import Details
 
 SECONDS = 2.0  # of the processor, for any input of 2 MB
 

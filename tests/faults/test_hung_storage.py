@@ -23,7 +23,7 @@ import torchrelay as tr
 from tests.support.ranks import wait_until_stopped
 from tests.support.s3 import S3
 from tests.support.saved import state, which
-from torchrelay.stores.dcp import Reader, Writer
+from torchrelay.dcp import Reader, Writer
 from torchrelay.stores.local.files import Files
 from torchrelay.stores.local.root import StepRoot
 from torchrelay.stores.local.step import LocalReader
@@ -210,7 +210,7 @@ def test_a_writer_process_that_stands_still_is_replaced(tmp_path: Path) -> None:
 
 PROGRAM = """
 import sys, threading, torch, torchrelay as tr
-from torchrelay.stores.dcp import Reader, Writer
+from torchrelay.dcp import Reader, Writer
 from torchrelay.stores.local.files import Files
 from torchrelay.stores.local.step import LocalReader
 ckpt = tr.Checkpointer(sys.argv[1], timeout=1)

@@ -17,7 +17,7 @@ import torchrelay as tr
 from tests.support.interrupts import Line, interrupted, lines_of
 from tests.support.ranks import RankPool
 from tests.support.saved import equal, state
-from torchrelay.stores.shares.planner import SavePlan
+from torchrelay.shares.planner import SavePlan
 
 PARTS = ("checkpointer", "stores", "coordination", "memory/arena.py")
 SEED = 20
@@ -83,7 +83,7 @@ def test_a_save_interrupted_at_any_line_leaves_the_next_ones_right(
     learner.checkpointer.close()
     assert len(lines) > 150
     keeping = (
-        "stores/shares/planner.py",
+        "shares/planner.py",
         "checkpointer/saver.py",
         "checkpointer/share_writer.py",
         "stores/writer/client.py",
@@ -117,7 +117,7 @@ def interrupt_ranks(rank: int, group: Any, root: str) -> list[str]:
     job.save(state)
     found = []
     for victim, number in product(range(group.size()), late):
-        line = ("stores/shares/planner.py", number)
+        line = ("shares/planner.py", number)
         hit = True
         if rank == victim:
             hit = interrupted(lambda: job.save(other, 1.5), PARTS, line)

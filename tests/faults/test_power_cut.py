@@ -28,8 +28,8 @@ import torchrelay as tr
 from tests.support import saver
 from tests.support.cuts import CONTENTS, Cut, CutFiles, Disk, NoExchange, Tree, plant, stores_with
 from tests.support.saved import state, training, which
-from torchrelay.stores.local.root import token
 from torchrelay.stores.local.store import LocalStore
+from torchrelay.stores.tokens import new_token
 from torchrelay.stores.writer import file_writer as writing
 
 SEED = 20261115
@@ -56,14 +56,14 @@ def save(step: int, seed: int, **options: Any) -> Callable[[Path], object]:
 def leave_things(root: Path) -> None:
     """A draft, a replaced step whose successor came, and one whose successor did not."""
     store = LocalStore(root)
-    draft = store.draft(9, token())
+    draft = store.draft(9, new_token())
     draft.begin()
     sink = draft.open("model.safetensors", 10)
     sink.write(0, b"12345")
     sink.abort()
     draft._release()
-    shutil.copytree(store._root.of(1), f"{store._root.of(1)}.old-{token()}")
-    store._root.of(7).rename(f"{store._root.of(7)}.old-{token()}")
+    shutil.copytree(store._root.of(1), f"{store._root.of(1)}.old-{new_token()}")
+    store._root.of(7).rename(f"{store._root.of(7)}.old-{new_token()}")
 
 
 SCENARIOS = {

@@ -26,10 +26,10 @@ from torchrelay.cli.commands.steps import listed
 from torchrelay.cli.output import in_words, one_line_errors
 from torchrelay.cli.sources import opened_source
 from torchrelay.loading.rank_load import RankLoad
+from torchrelay.stores.listing import MAX_MANIFEST_BYTES
 from torchrelay.stores.local import step as local_reader
 from torchrelay.stores.local.store import LocalStore
 from torchrelay.stores.locate import open_store
-from torchrelay.stores.seam import MAX_MANIFEST_BYTES
 
 PLACES: dict[str, Callable[[pytest.FixtureRequest], str]] = {
     "local": lambda request: str(request.getfixturevalue("tmp_path") / "run"),

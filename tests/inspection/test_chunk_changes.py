@@ -5,7 +5,7 @@ from __future__ import annotations
 from msgspec.structs import replace
 
 from torchrelay.inspection.comparison import Touched, touched
-from torchrelay.inspection.seam import Contents
+from torchrelay.inspection.opened_state import Contents
 from torchrelay.planning.stored import Shard, StoredTensor
 from torchrelay.record.schema import VolumeRecord
 

@@ -10,7 +10,7 @@ import torch
 import torchrelay as tr
 from tests.support.held_source import HeldSource
 from torchrelay.inspection.comparison import Changed, compare, distance
-from torchrelay.inspection.seam import PlainValue
+from torchrelay.inspection.opened_state import PlainValue
 from torchrelay.inspection.step_source import contents_of
 
 

@@ -178,7 +178,7 @@ def fail_writing(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: Any) -> None:
         raise CheckpointError("no space is left", file="disk")
 
-    monkeypatch.setattr("torchrelay.stores.step_draft.StepDraft.commit", fail)
+    monkeypatch.setattr("torchrelay.shares.step_draft.StepDraft.commit", fail)
 
 
 @pytest.mark.parametrize("on_error", ["raise", "warn"])

@@ -18,9 +18,9 @@ import torchrelay as tr
 from tests.support.ranks import RankPool
 from tests.support.trips import trip
 from torchrelay import dropin
+from torchrelay.dcp import Reader, Writer
 from torchrelay.errors import MismatchError, PeerRefusedError
 from torchrelay.memory.writable import first_read_only
-from torchrelay.stores.dcp import Reader, Writer
 from torchrelay.weights.mapping import ParameterRule, SourcePart, WeightMapping
 from torchrelay.weights.mapping.destination import MappedDestination
 

@@ -27,8 +27,8 @@ from torchrelay.record.schema import (
     StateOutline,
     VolumeRecord,
 )
-from torchrelay.stores.shares.commit_record import commit_record, decode_shares, sealed
-from torchrelay.stores.shares.joined import with_boxes
+from torchrelay.shares.commit_record import commit_record, decode_shares, sealed
+from torchrelay.shares.joined import with_boxes
 
 SEED = 5
 VOLUMES = 4

@@ -16,9 +16,9 @@ import pytest
 import torchrelay as tr
 from tests.support.s3 import BUCKET, S3
 from tests.support.saved import equal, state
+from torchrelay.dcp import Reader, Writer
 from torchrelay.deadlines import Deadline
 from torchrelay.dropin.convert import convert
-from torchrelay.stores.dcp import Reader, Writer
 from torchrelay.stores.locate import open_store
 
 # Places ----------------------------------------------------------------------

@@ -22,8 +22,8 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 import torchrelay as tr
 from torchrelay import dropin
+from torchrelay.dcp import Reader, Writer
 from torchrelay.endpoint import Encoding
-from torchrelay.stores.dcp import Reader, Writer
 
 SECONDS = 60.0
 SIX, TWO = list(range(6)), [6, 7]

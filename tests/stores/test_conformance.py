@@ -13,7 +13,8 @@ from typing import NamedTuple
 
 import pytest
 
-from torchrelay.stores.seam import Sink, Store
+from torchrelay.stores.draft import Sink
+from torchrelay.stores.store import Store
 
 
 def open_store(kind: str, where: str, grace: float = 0) -> Store:
@@ -323,8 +324,8 @@ def test_clean_spares_steps_and_live_drafts(place: Place) -> None:
 DYING_WRITER = """
 import os, sys
 from tests.stores.test_conformance import open_store
-from torchrelay.stores.local.root import token
-draft = open_store(*sys.argv[1:]).draft(2, token())
+from torchrelay.stores.tokens import new_token
+draft = open_store(*sys.argv[1:]).draft(2, new_token())
 draft.begin()
 sink = draft.open("a.safetensors", 4)
 sink.write(0, b"abcd")

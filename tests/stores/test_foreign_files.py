@@ -13,8 +13,8 @@ import torchrelay as tr
 from tests.support.s3 import BUCKET, S3
 from tests.support.saved import state
 from torchrelay.stores.local.files import Files
-from torchrelay.stores.local.root import token
 from torchrelay.stores.local.store import LocalStore
+from torchrelay.stores.tokens import new_token
 
 
 @pytest.fixture
@@ -44,7 +44,7 @@ def test_cleaning_emptied_the_target_of_a_link_named_like_a_draft(
 ) -> None:
     root = tmp_path / "run"
     root.mkdir()
-    link = root / f"step-7.{kind}-{token()}"
+    link = root / f"step-7.{kind}-{new_token()}"
     link.symlink_to(elsewhere)
     before = names(elsewhere)
     with tr.Checkpointer(root) as held:
@@ -100,7 +100,7 @@ def test_deleting_a_step_removed_files_that_its_record_does_not_name(tmp_path: P
 
 def test_cleaning_a_draft_removed_files_that_no_draft_writes(tmp_path: Path) -> None:
     root = tmp_path / "run"
-    draft = root / f"step-3.tmp-{token()}"
+    draft = root / f"step-3.tmp-{new_token()}"
     draft.mkdir(parents=True)
     for name in ("model.safetensors", "model.safetensors.index.json", "notes.txt"):
         (draft / name).write_text("x")
@@ -128,7 +128,7 @@ def test_a_link_that_appears_while_a_draft_is_removed_is_not_followed(
     tmp_path: Path, elsewhere: Path
 ) -> None:
     root = tmp_path / "run"
-    draft = root / f"step-3.tmp-{token()}"
+    draft = root / f"step-3.tmp-{new_token()}"
     draft.mkdir(parents=True)
     for name in ("manifest.json", "model.safetensors"):
         (draft / name).write_text("x")

@@ -13,7 +13,7 @@ import pytest
 import torchrelay as tr
 from tests.stores.test_conformance import contents, save
 from tests.support.saved import state
-from torchrelay.stores.local import root
+from torchrelay.stores import tokens
 from torchrelay.stores.local.files import Files, atomic_file
 from torchrelay.stores.local.store import LocalStore
 
@@ -82,20 +82,20 @@ def on_host(monkeypatch: pytest.MonkeyPatch) -> Iterator[object]:
     monkeypatch.setattr(socket, "gethostname", lambda: "localhost")
 
     def turn_to(host: str) -> None:
-        monkeypatch.setattr(root, "machine", lambda: host)
-        root.host_name.cache_clear()
+        monkeypatch.setattr(tokens, "machine", lambda: host)
+        tokens.host_name.cache_clear()
 
     yield turn_to
-    root.host_name.cache_clear()
+    tokens.host_name.cache_clear()
 
 
 def test_hosts_of_one_name_leave_each_others_drafts_alone(tmp_path: Path, on_host: object) -> None:
     assert callable(on_host)
     on_host("one")
-    draft = tmp_path / f"step-1.tmp-{root.token()}"
+    draft = tmp_path / f"step-1.tmp-{tokens.new_token()}"
     draft.mkdir()
     (draft / "model.safetensors").write_bytes(b"half")
-    assert root.token().startswith("localhost.")
+    assert tokens.new_token().startswith("localhost.")
     on_host("another")
     assert LocalStore(tmp_path).clean() == []
     on_host("one")

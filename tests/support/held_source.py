@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 import torch
 
-from torchrelay.inspection.seam import Contents
+from torchrelay.inspection.opened_state import Contents
 from torchrelay.planning.stored import Shard, StoredTensor
 from torchrelay.progress import ProgressCallback
 from torchrelay.record.schema import VolumeRecord

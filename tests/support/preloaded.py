@@ -18,9 +18,6 @@ import tests.support.guarded_memory
 import tests.support.loop
 import tests.support.saver
 import tests.support.ways  # noqa: F401
-import torchrelay.demo.worker
-import torchrelay.dropin
-import torchrelay.stores.dcp  # noqa: F401
 
 # A collection in a child does not look at all that torch has made, and copies none of it.
 gc.collect()

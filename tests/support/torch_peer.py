@@ -104,7 +104,7 @@ class Peer:
         if how == "stock":
             dcp.save(state, checkpoint_id=path)
         elif how == "writer":
-            from torchrelay.stores.dcp import Writer
+            from torchrelay.dcp import Writer
 
             dcp.save(state, storage_writer=Writer(path, step=7, timeout=30))
         else:
@@ -120,7 +120,7 @@ class Peer:
         if how == "stock":
             dcp.load(into, checkpoint_id=path)
         elif how == "writer":
-            from torchrelay.stores.dcp import Reader
+            from torchrelay.dcp import Reader
 
             dcp.load(into, storage_reader=Reader(path, timeout=30))
         else:

@@ -16,7 +16,7 @@ from torchrelay.endpoint.page.answers import PageAnswers
 from torchrelay.endpoint.server.http.connections import HttpConnection, HttpServer, Response
 from torchrelay.endpoint.server.http.requests import Refusal, Request
 from torchrelay.endpoint.server.http.sockets import Acceptor
-from torchrelay.inspection.seam import Contents
+from torchrelay.inspection.opened_state import Contents
 
 
 class HeldSteps:

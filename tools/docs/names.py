@@ -15,7 +15,7 @@ from unittest.mock import patch
 
 import torchrelay as tr
 from tools.docs.sources import SOURCE, sentence, tree_of
-from torchrelay import dropin, errors
+from torchrelay import dcp, dropin, errors
 from torchrelay.dropin import stock_dcp
 from torchrelay.dropin.convert import convert
 from torchrelay.endpoint.front import Endpoint
@@ -23,7 +23,6 @@ from torchrelay.endpoint.pull_options import PullOptions
 from torchrelay.endpoint.share import SharedState
 from torchrelay.progress import Progress
 from torchrelay.results import Attempt, Outcome, Traffic
-from torchrelay.stores import dcp
 
 _MODULES = {  # of names whose module is not a page's own
     "torchrelay.state.registry": "relay",

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import torchrelay as tr
-from torchrelay import dropin, errors
+from torchrelay import dcp, dropin, errors
 from torchrelay.dropin import stock_dcp
 from torchrelay.dropin.convert import convert
 from torchrelay.endpoint.encoding import Encoding
@@ -28,7 +28,6 @@ from torchrelay.endpoint.pull_options import PullOptions
 from torchrelay.endpoint.share import SharedState
 from torchrelay.progress import Progress
 from torchrelay.results import Attempt, Outcome, Traffic
-from torchrelay.stores import dcp
 from torchrelay.weights import mapping
 from torchrelay.weights.subscription import Subscription
 
@@ -61,7 +60,7 @@ SECTIONS: dict[str, tuple[Any, ...]] = {
     "register": (tr.register,),
 }
 OTHERS: dict[str, dict[str, Any]] = {
-    "torchrelay.stores.dcp": {"dcp.Writer": dcp.Writer, "dcp.Reader": dcp.Reader},
+    "torchrelay.dcp": {"dcp.Writer": dcp.Writer, "dcp.Reader": dcp.Reader},
     "torchrelay.dropin": {
         "PGTransport": dropin.PGTransport,
         "dropin.Checkpointer": dropin.Checkpointer,

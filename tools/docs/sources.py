@@ -25,7 +25,7 @@ PAGES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "recovery": (("recovery",), ("recovery",)),
     "weights": (("weights", "parts"), ("weights", "parts")),
     "dropin": (("dropin",), ("dropin",)),
-    "stores": (("stores",), ("stores",)),
+    "stores": (("stores", "shares", "processes", "dcp"), ("stores", "shares", "processes", "dcp")),
     "cli": (("cli", "__main__.py"), ("cli",)),
     "errors": (("errors.py",), ()),
 }

@@ -18,10 +18,11 @@ from torchrelay.errors import (
 from torchrelay.pending import logger
 from torchrelay.progress import Bar, ProgressCallback
 from torchrelay.record.schema import Record
+from torchrelay.stores.listing import Listing
 from torchrelay.stores.opening import open_step
 from torchrelay.stores.reading.chunks import check_chunks
 from torchrelay.stores.retry import Retry, storage_faults
-from torchrelay.stores.seam import Listing, Store
+from torchrelay.stores.store import Store
 
 HEADROOM = 1 << 20  # bytes that a save leaves free: commit record, directory
 LOOKED_AT = 2  # of the newest steps, at each save: a restart would take one of them

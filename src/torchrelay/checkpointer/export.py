@@ -25,13 +25,14 @@ from torchrelay.errors import (
 )
 from torchrelay.files import exists, is_dir
 from torchrelay.inspection.file_bytes import PIECE_BYTES, FileBytes
-from torchrelay.inspection.seam import StateReader
+from torchrelay.inspection.opened_state import StateReader
 from torchrelay.inspection.step_source import StepSource
 from torchrelay.inspection.tensors import TensorReader
 from torchrelay.loading.loader import Loader, LoadRequest
 from torchrelay.memory.bounded import bounded
 from torchrelay.memory.thread_pool import run_on_threads
 from torchrelay.planning.stored import Shard, StoredTensor
+from torchrelay.shares.layout import Entry, FileLayout, arrange
 from torchrelay.shortage import raise_shortage
 from torchrelay.sources.seam import Opened, Source
 from torchrelay.sources.subtree import Subtree
@@ -42,8 +43,7 @@ from torchrelay.state.paths import naming
 from torchrelay.stores.local.draft import LocalSink
 from torchrelay.stores.local.files import Files
 from torchrelay.stores.local.handles import Handles
-from torchrelay.stores.local.root import token
-from torchrelay.stores.shares.layout import Entry, FileLayout, arrange
+from torchrelay.stores.tokens import new_token
 from torchrelay.stores.writer.file_writer import PIECE, WORKERS
 
 SHARD_BYTES = 5_000_000_000  # the size at which Hugging Face's own tools split
@@ -267,7 +267,7 @@ class _TemporaryDirectory:
     """Where the files are until everything is durable."""
 
     def __init__(self, target: Path) -> None:
-        self.path = target.with_name(f"{target.name}.tmp-{token()}")
+        self.path = target.with_name(f"{target.name}.tmp-{new_token()}")
 
     def open(self, name: str, nbytes: int) -> LocalSink:
         return LocalSink(str(self.path / name), Files(), nbytes, Handles())

@@ -28,12 +28,12 @@ from torchrelay.pending import Pending
 from torchrelay.progress import ProgressCallback
 from torchrelay.record.schema import Record
 from torchrelay.results import Loaded, Report
+from torchrelay.shares.layout import FILE_BYTES
 from torchrelay.sources.places import StoreSource
 from torchrelay.steps import check_step
 from torchrelay.stores.locate import open_store
 from torchrelay.stores.retry import Retry
-from torchrelay.stores.seam import Store
-from torchrelay.stores.shares.layout import FILE_BYTES
+from torchrelay.stores.store import Store
 from torchrelay.system import needs_linux
 
 if TYPE_CHECKING:

@@ -30,10 +30,10 @@ from torchrelay.pending import Pending, logger
 from torchrelay.record.encoding import encode
 from torchrelay.record.schema import Record
 from torchrelay.results import Outcome, Report
-from torchrelay.stores.local.root import token
-from torchrelay.stores.shares.commit_record import commit_record, decode_shares
-from torchrelay.stores.shares.planner import PlannedShare, SharePlanner
-from torchrelay.stores.step_draft import GRACE, StepDraft
+from torchrelay.shares.commit_record import commit_record, decode_shares
+from torchrelay.shares.planner import PlannedShare, SharePlanner
+from torchrelay.shares.step_draft import GRACE, StepDraft
+from torchrelay.stores.tokens import new_token
 
 # Token, id and path or URL of a draft, as the coordinator has them.
 _begun = msgspec.msgpack.Decoder(tuple[str, str, str])
@@ -168,7 +168,9 @@ class Saver:
         def decide(said: list[bytes]) -> list[bytes]:
             look = partial(self._catalog.check_order, save.step, overwrite=save.overwrite)
             listing = bounded(look, deadline.early(), "list the steps", file=store.url)
-            draft = StepDraft(store, save.step, token(), deadline.early, overwrite=save.overwrite)
+            draft = StepDraft(
+                store, save.step, new_token(), deadline.early, overwrite=save.overwrite
+            )
             draft.begin(listing)
             save.draft = draft
             return [_encode((draft.token, draft.id, draft.files.place))] * len(said)

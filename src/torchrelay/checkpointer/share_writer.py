@@ -25,10 +25,10 @@ from torchrelay.memory.pool import cores
 from torchrelay.pending import logger
 from torchrelay.progress import Bar, ProgressCallback
 from torchrelay.record.schema import Record
-from torchrelay.stores.seam import Store
-from torchrelay.stores.shares.planner import PlannedShare
-from torchrelay.stores.shares.share import Pipeline, Share, arena_bytes
-from torchrelay.stores.step_draft import StepDraft
+from torchrelay.shares.planner import PlannedShare
+from torchrelay.shares.share import Pipeline, Share, arena_bytes
+from torchrelay.shares.step_draft import StepDraft
+from torchrelay.stores.store import Store
 from torchrelay.stores.writer.client import WriterProcess, WriterSave
 from torchrelay.stores.writer.file_writer import WORKERS, FileWriter
 

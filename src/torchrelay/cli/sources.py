@@ -15,7 +15,7 @@ from torchrelay.inspection.file_kinds import Kind, is_torch_save, kind_of
 from torchrelay.stores.locate import directory_at, open_store, scheme_of, split_step
 
 if TYPE_CHECKING:
-    from torchrelay.inspection.seam import OpenedState
+    from torchrelay.inspection.opened_state import OpenedState
     from torchrelay.inspection.step_source import StepSource
     from torchrelay.sources.seam import Source
 

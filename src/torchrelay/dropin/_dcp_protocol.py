@@ -21,9 +21,9 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import StorageReader, StorageWriter
 
+from torchrelay.dcp.chunks import check_chunks
 from torchrelay.dropin import torch_private as private
 from torchrelay.errors import CheckpointError, RelayError
-from torchrelay.stores.torch_plans.chunks import check_chunks
 
 logger = logging.getLogger(__name__)
 Meeting = private.DistWrapper

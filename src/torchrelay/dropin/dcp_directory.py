@@ -29,15 +29,15 @@ from torchrelay.errors import (
 )
 from torchrelay.files import is_file
 from torchrelay.inspection.numbers import memory_of
-from torchrelay.inspection.seam import Contents, PlainValue
+from torchrelay.inspection.opened_state import Contents, PlainValue
 from torchrelay.inspection.step_source import shown
 from torchrelay.memory.free import take_free
 from torchrelay.planning.stored import Shard, StoredTensor
 from torchrelay.progress import Bar, ProgressCallback
 from torchrelay.record.schema import VolumeRecord
+from torchrelay.shares.layout import rank_of
 from torchrelay.state.local_parts import cut
 from torchrelay.state.tensors import dtype_named
-from torchrelay.stores.shares.layout import rank_of
 
 _MAX_METADATA = 1 << 30
 _GLOBAL = re.compile(r"GLOBAL (\S+) was not an allowed global")

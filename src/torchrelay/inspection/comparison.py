@@ -15,7 +15,7 @@ from torchrelay.inspection.slabs import slabs
 from torchrelay.record.dtypes import itemsize
 
 if TYPE_CHECKING:
-    from torchrelay.inspection.seam import Contents, StateReader
+    from torchrelay.inspection.opened_state import Contents, StateReader
     from torchrelay.planning.stored import StoredTensor
     from torchrelay.record.schema import VolumeRecord
 

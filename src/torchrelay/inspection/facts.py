@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any
 from torchrelay.arguments import matches
 from torchrelay.inspection.parameter_names import parameter_names
 from torchrelay.record.dtypes import itemsize
-from torchrelay.stores.shares.layout import rank_of
+from torchrelay.shares.layout import rank_of
 
 if TYPE_CHECKING:
-    from torchrelay.inspection.seam import Contents
+    from torchrelay.inspection.opened_state import Contents
     from torchrelay.planning.stored import StoredTensor
 
 

@@ -13,7 +13,7 @@ from math import prod
 from typing import NamedTuple
 
 from torchrelay.inspection.numbers import memory_of
-from torchrelay.inspection.seam import StateReader
+from torchrelay.inspection.opened_state import StateReader
 from torchrelay.inspection.slabs import slabs
 from torchrelay.planning.stored import StoredTensor
 from torchrelay.record.dtypes import itemsize

@@ -11,7 +11,7 @@ import re
 from collections.abc import Iterable
 from contextlib import suppress
 
-from torchrelay.inspection.seam import PlainValue
+from torchrelay.inspection.opened_state import PlainValue
 
 _ITEM = re.compile(r"((?:.*\.)?)param_groups\.(\d+)\.(params|param_names)\.(\d+)\Z", re.DOTALL)
 

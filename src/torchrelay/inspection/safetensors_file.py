@@ -15,15 +15,15 @@ import msgspec
 
 from torchrelay.errors import CheckpointError, DamagedError, ManifestError, UsageError
 from torchrelay.inspection.file_bytes import FileBytes
-from torchrelay.inspection.seam import Contents, OpenedState
+from torchrelay.inspection.opened_state import Contents, OpenedState
 from torchrelay.planning.stored import Shard, StoredTensor
 from torchrelay.progress import Progress, ProgressCallback
 from torchrelay.record.dtypes import itemsize
 from torchrelay.record.schema import VolumeRecord
-from torchrelay.stores.local.files import atomic_file, through
+from torchrelay.shares.layout import Entry, arrange
+from torchrelay.stores.local.files import atomic_file
 from torchrelay.stores.safetensors import DTYPES, METADATA
-from torchrelay.stores.shares.layout import Entry, arrange
-from torchrelay.system import read_at
+from torchrelay.system import read_full
 
 MAX_HEADER_BYTES = 100_000_000  # the library's own limit
 _MAX_DIMS = 64
@@ -63,7 +63,7 @@ class SafetensorsSource:
         self.contents = Contents(None, 1, tensors, (VolumeRecord(Path(path).name, size),))
 
     def read_into(self, volume: int, start: int, view: memoryview) -> None:
-        if not through(read_at, self._file.fileno(), view, start):
+        if not read_full(self._file.fileno(), view, start):
             raise DamagedError("the file was cut short while it was read", file=self.name)
 
     def verify(self, progress: ProgressCallback) -> str:

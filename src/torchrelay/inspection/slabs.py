@@ -20,7 +20,7 @@ from torchrelay.inspection.numbers import Array, memory_of
 from torchrelay.record.dtypes import itemsize
 
 if TYPE_CHECKING:
-    from torchrelay.inspection.seam import StateReader
+    from torchrelay.inspection.opened_state import StateReader
     from torchrelay.planning.stored import Shard, StoredTensor
 
 SLAB_BYTES = 8 << 20

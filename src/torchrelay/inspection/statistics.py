@@ -12,7 +12,7 @@ from torchrelay.inspection.numbers import Array, numbers_of
 from torchrelay.inspection.slabs import slabs
 
 if TYPE_CHECKING:
-    from torchrelay.inspection.seam import StateReader
+    from torchrelay.inspection.opened_state import StateReader
     from torchrelay.planning.stored import StoredTensor
 
 BINS = 64

@@ -7,10 +7,11 @@ from torchrelay.memory.thread_pool import run_on_threads
 from torchrelay.progress import Bar, ProgressCallback
 from torchrelay.record.schema import VolumeRecord
 from torchrelay.sources.remote_step import RemoteStep
-from torchrelay.stores.local.root import token
+from torchrelay.stores.draft import Draft, Sink
 from torchrelay.stores.opening import OpenedStep
 from torchrelay.stores.reading.chunks import Task, check_chunks, opened, reading
-from torchrelay.stores.seam import Draft, Sink, Store
+from torchrelay.stores.store import Store
+from torchrelay.stores.tokens import new_token
 
 PIECE = 8 << 20  # bytes that are read at once, in whole chunks
 WORKERS = 4
@@ -20,7 +21,7 @@ def copy_step(held: RemoteStep | OpenedStep, target: Store, progress: ProgressCa
     """Write a step to a store, whole or not at all; `StepExistsError` if it is there."""
     record = held.record
     assert record.step is not None
-    draft = target.draft(record.step, token())
+    draft = target.draft(record.step, new_token())
     bar = Bar(progress, record.volume_bytes)
     if not held.files.trusted:  # else its reads are checked as they come
         check_chunks(held.files, record)

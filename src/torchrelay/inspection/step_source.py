@@ -7,7 +7,7 @@ from collections.abc import Callable
 import msgspec
 import xxhash
 
-from torchrelay.inspection.seam import Alias, Contents, PlainValue
+from torchrelay.inspection.opened_state import Alias, Contents, PlainValue
 from torchrelay.planning.selection import Texts
 from torchrelay.progress import Bar, ProgressCallback
 from torchrelay.record import manifest as m

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from torchrelay.inspection.seam import Contents
+from torchrelay.inspection.opened_state import Contents
 from torchrelay.plan.region import Region, Stream
 
 

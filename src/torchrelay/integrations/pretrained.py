@@ -17,7 +17,7 @@ from torch import nn
 from torchrelay.errors import CheckpointError, MismatchError, UsageError
 from torchrelay.files import exists, is_dir
 from torchrelay.stores.local.files import Files
-from torchrelay.stores.local.root import token
+from torchrelay.stores.tokens import new_token
 
 SHARD_SIZE = "5GB"  # at which Hugging Face's own tools split
 
@@ -52,7 +52,7 @@ def write_pretrained(
     place = Path(target).absolute()
     if exists(place) and (not is_dir(place) or any(place.iterdir())):
         raise UsageError(f"{place} exists and is not overwritten: name another directory")
-    temporary, files = place.with_name(f"{place.name}.tmp-{token()}"), Files()
+    temporary, files = place.with_name(f"{place.name}.tmp-{new_token()}"), Files()
     peft = sys.modules.get("peft")
     adapters = peft is not None and isinstance(model, peft.PeftModel)
     options = {} if adapters else {"max_shard_size": SHARD_SIZE}

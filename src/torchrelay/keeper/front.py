@@ -22,10 +22,10 @@ from torchrelay.memory.arena import Arena
 from torchrelay.owner import close_at_exit
 from torchrelay.pending import Pending
 from torchrelay.record.schema import Record
+from torchrelay.shares.planner import PlannedShare
+from torchrelay.shares.share import Share
 from torchrelay.sources.access import Access
 from torchrelay.sources.endpoint import EndpointSource
-from torchrelay.stores.shares.planner import PlannedShare
-from torchrelay.stores.shares.share import Share
 from torchrelay.system import needs_linux
 
 

@@ -19,9 +19,9 @@ from torchrelay.endpoint.server.http.sockets import user_of
 from torchrelay.errors import EndpointError, UsageError
 from torchrelay.keeper.choice import check_budget, choose
 from torchrelay.keeper.server import messages as k
+from torchrelay.processes.child_process import ChildProcess, launch
+from torchrelay.processes.frames import exchange, has_hung_up
 from torchrelay.shortage import raise_shortage
-from torchrelay.stores.writer.child_process import ChildProcess, launch
-from torchrelay.stores.writer.frames import exchange, has_hung_up
 
 ASK_SECONDS = 5.0
 PROGRAM = "torchrelay.keeper.server.start"

@@ -37,7 +37,7 @@ from torchrelay.stores.reading.chunks import opened
 from torchrelay.stores.reading.device_copies import DeviceCopies
 from torchrelay.stores.reading.device_fetch import DeviceFetch
 from torchrelay.stores.reading.fetch import Fetch
-from torchrelay.stores.seam import OpenStep, WantedBox
+from torchrelay.stores.step_files import StepFiles, WantedBox
 
 
 class RankLoad:
@@ -46,7 +46,7 @@ class RankLoad:
 
     def __init__(
         self,
-        step: OpenStep,
+        step: StepFiles,
         record: Record,
         into: object,
         options: LandingOptions,
@@ -259,7 +259,7 @@ def rows_for(record: Record, rank: int, world: int) -> list[LeafRows]:
     return [LeafRows(record, other, at_rest=True) for other in ranks.values()]
 
 
-def _check_sizes(step: OpenStep, record: Record, images: Numbers) -> None:
+def _check_sizes(step: StepFiles, record: Record, images: Numbers) -> None:
     """No memory is allocated for a tensor whose files are smaller than the record says."""
     counts = record.box_counts[record.image_kind[images]]
     boxes = runs(record.first_boxes[images], counts)

@@ -71,6 +71,11 @@ def address_of(buffer: mmap.mmap | memoryview) -> int:
     return ctypes.addressof(ctypes.c_char.from_buffer(buffer))
 
 
+def host_view(address: int, nbytes: int) -> memoryview:
+    """Host memory as a buffer. The caller keeps it alive."""
+    return memoryview((ctypes.c_char * nbytes).from_address(address)).cast("B")
+
+
 def private_memory(nbytes: int) -> mmap.mmap:
     """Fresh memory of this process alone."""
     if not hasattr(mmap, "MAP_PRIVATE"):  # Windows

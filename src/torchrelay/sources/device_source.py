@@ -21,6 +21,7 @@ from torchrelay.deadlines import Deadline
 from torchrelay.errors import DamagedError, EndpointError, PeerLostError, RelayError
 from torchrelay.memory.gpu.kernels import CudaError, device_bytes
 from torchrelay.memory.gpu.volumes import digests_of_volumes
+from torchrelay.processes.frames import has_hung_up
 from torchrelay.record.schema import Record, VolumeRecord
 from torchrelay.results import Loaded, Outcome
 from torchrelay.sources.connection import Host
@@ -33,8 +34,7 @@ from torchrelay.sources.lent_memory import (
     borrow,
 )
 from torchrelay.sources.remote_step import RemoteStep
-from torchrelay.stores.seam import DataReader, DeviceRun, OpenStep
-from torchrelay.stores.writer.frames import has_hung_up
+from torchrelay.stores.step_files import DataReader, DeviceRun, StepFiles
 from torchrelay.transports.routes.cuda.handles import (
     Export,
     Opening,
@@ -100,7 +100,7 @@ def _close(opened: Opening) -> None:
         close_opening(opened)
 
 
-class DeviceLentStep(OpenStep):
+class DeviceLentStep(StepFiles):
     """A step whose volumes are all lent by servers of this host. See `seam.Opened`."""
 
     costly_reads = False

@@ -20,9 +20,9 @@ import msgspec
 from torchrelay.machine import machine
 from torchrelay.memory.pages import MappedRange
 from torchrelay.memory.sealed import keeps_size
-from torchrelay.stores.local.files import through
-from torchrelay.stores.seam import DataReader
-from torchrelay.stores.writer.frames import receive_frame, send_frame
+from torchrelay.processes.frames import receive_frame, send_frame
+from torchrelay.stores.step_files import DataReader
+from torchrelay.system import read_full
 
 ASK_SECONDS = 5.0
 MAX_SLOTS = 250  # descriptors that fit into one message
@@ -178,7 +178,7 @@ class MappedReader(DataReader):
     def read_into(self, position: int, view: memoryview) -> None:
         if len(view) >= _LONG:
             self._mapped.copy_to(position, [view])
-        elif not through(os.preadv, self._fd, view, self._start + position):
+        elif not read_full(self._fd, view, self._start + position):
             raise EOFError(f"the memory ends before byte {position + len(view)}")
 
     def pieces(self, position: int, buffers: Sequence[memoryview]) -> Iterator[memoryview]:

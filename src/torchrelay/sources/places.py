@@ -16,7 +16,7 @@ from torchrelay.sources.seam import Opened, Source
 from torchrelay.stores.locate import OBJECTS, directory_at, open_store, scheme_of
 from torchrelay.stores.opening import open_step
 from torchrelay.stores.retry import Retry, storage_faults
-from torchrelay.stores.seam import Store
+from torchrelay.stores.store import Store
 
 
 class StoreSource:

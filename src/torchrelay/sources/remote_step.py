@@ -30,7 +30,7 @@ from torchrelay.memory.free import check_free
 from torchrelay.shortage import shortage
 from torchrelay.sources.connection import Answered, Host
 from torchrelay.sources.lent_memory import LentMemory, MappedReader
-from torchrelay.stores.seam import DataReader, OpenStep
+from torchrelay.stores.step_files import DataReader, StepFiles
 
 if TYPE_CHECKING:  # a keeper reads from others too, and has no torch
     from torchrelay.record.schema import Record
@@ -208,7 +208,7 @@ class ChunkedVolume(Protocol):
     def digests(self) -> bytes: ...
 
 
-class RemoteStep(OpenStep):
+class RemoteStep(StepFiles):
     """A step of a server. See `seam.Opened`.
 
     `verify`: whether the caller compares digests of memory that is mapped on this host.

@@ -13,7 +13,7 @@ from torchrelay.deadlines import Deadline
 
 if TYPE_CHECKING:
     from torchrelay.record.schema import Record
-    from torchrelay.stores.seam import OpenStep
+    from torchrelay.stores.step_files import StepFiles
 
 
 class Opened(Protocol):
@@ -22,7 +22,7 @@ class Opened(Protocol):
     @property
     def record(self) -> Record: ...
     @property
-    def files(self) -> OpenStep: ...
+    def files(self) -> StepFiles: ...
     @property
     def digest(self) -> bytes: ...
     def close(self) -> None: ...

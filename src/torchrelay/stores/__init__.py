@@ -1,1 +1,1 @@
-"""Places that keep states: a directory, a bucket; and the seam to torch's checkpoint planners."""
+"""Stores of steps: a directory or a bucket; how a step is written, opened and read."""

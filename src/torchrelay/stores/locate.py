@@ -10,7 +10,7 @@ from pathlib import Path
 from torchrelay.arguments import check_place
 from torchrelay.errors import UsageError
 from torchrelay.stores.local.store import LocalStore
-from torchrelay.stores.seam import Store
+from torchrelay.stores.store import Store
 
 OBJECTS = ("s3", "gs", "az")
 SCHEMES = ("file", *OBJECTS)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 
-from torchrelay.stores.seam import DATA_NAME, MANIFEST
+from torchrelay.stores.listing import DATA_NAME, MANIFEST
 
 DEPTH = 4  # levels of names below a place that are looked at
 MOST = 2000  # names that are looked at

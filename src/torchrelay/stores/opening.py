@@ -16,8 +16,9 @@ from torchrelay.errors import (
 from torchrelay.record.encoding import decode_at_rest
 from torchrelay.record.schema import Record
 from torchrelay.shortage import raise_shortage
+from torchrelay.stores.listing import MANIFEST
 from torchrelay.stores.retry import ONCE, Retry, is_wrong
-from torchrelay.stores.seam import MANIFEST, Store
+from torchrelay.stores.store import Store
 
 
 class OpenedStep:

@@ -23,7 +23,7 @@ from torchrelay.sources.endpoint import EndpointSource
 from torchrelay.sources.lent_memory import DeviceLease
 from torchrelay.sources.peer import PeerSource
 from torchrelay.sources.remote_step import RemoteStep
-from torchrelay.stores.seam import OpenStep, WantedBox
+from torchrelay.stores.step_files import StepFiles, WantedBox
 from torchrelay.weights.fetch import PartFetch
 from torchrelay.weights.mirror import Mirror, MirrorReader
 
@@ -135,7 +135,7 @@ class NewestStep:
         return found
 
 
-class MirroredStep(OpenStep):
+class MirroredStep(StepFiles):
     """A step whose bytes are fetched by parts, as soon as it is known which ones are wanted. See
     `sources.seam.Opened`."""
 

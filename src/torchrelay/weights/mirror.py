@@ -13,7 +13,7 @@ import numpy as np
 from torchrelay.memory.host import host_block
 from torchrelay.parts.runs import Bytes, PartBox, PartRuns, runs_of
 from torchrelay.record.schema import Record, VolumeRecord
-from torchrelay.stores.seam import DataReader, WantedBox
+from torchrelay.stores.step_files import DataReader, WantedBox
 from torchrelay.weights.record_chunks import RecordChunks, VolumeLayout, completing_runs, layouts_of
 
 

@@ -14,7 +14,7 @@ import xxhash
 
 from torchrelay.geometry.runs import Runs
 from torchrelay.memory.gpu.kernels import CudaError
-from torchrelay.stores.seam import Buffer
+from torchrelay.stores.draft import Buffer
 from torchrelay.stores.writer.file_writer import FileSpec, FileWriter, Range
 from torchrelay.transports.routes.cuda import handles
 from torchrelay.transports.routes.cuda.handles import Export, pack, sources

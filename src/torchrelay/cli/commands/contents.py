@@ -25,7 +25,7 @@ from torchrelay.errors import CheckpointError, DigestError, ManifestError, Usage
 from torchrelay.progress import Bar
 
 if TYPE_CHECKING:
-    from torchrelay.inspection.seam import Contents, OpenedState
+    from torchrelay.inspection.opened_state import Contents, OpenedState
 
 INCLUDE = typer.Option([], "--include", help="Only paths that match a pattern, such as 'model.*'.")
 

@@ -20,7 +20,7 @@ from torchrelay.files import exists
 from torchrelay.inspection.file_kinds import Kind, kind_of
 
 if TYPE_CHECKING:
-    from torchrelay.inspection.seam import OpenedState
+    from torchrelay.inspection.opened_state import OpenedState
 
 SUFFIXES: dict[str, Kind] = {".safetensors": "safetensors", ".pt": "torch", ".pth": "torch"}
 TO = typer.Option(

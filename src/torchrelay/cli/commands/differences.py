@@ -14,7 +14,7 @@ from torchrelay.progress import Bar
 
 if TYPE_CHECKING:
     from torchrelay.inspection.comparison import Differences, Distance
-    from torchrelay.inspection.seam import OpenedState
+    from torchrelay.inspection.opened_state import OpenedState
 
 DIFFERENT = 1  # an exit status, as diff(1) has it
 

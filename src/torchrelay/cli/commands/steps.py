@@ -25,7 +25,7 @@ from torchrelay.errors import RelayError, UsageError
 from torchrelay.inspection.file_kinds import kind_of
 
 if TYPE_CHECKING:
-    from torchrelay.stores.seam import Store
+    from torchrelay.stores.store import Store
 
 PLACE = typer.Argument(help="A directory, or the URL of a bucket (s3://, gs://, az://).")
 STEPS = typer.Argument(help="The steps to remove.")

@@ -14,10 +14,10 @@ from torchrelay.cli.commands.steps import listed, store_at
 from torchrelay.cli.output import in_words
 from torchrelay.cli.sources import is_url, opened_source
 from torchrelay.errors import EndpointError, UsageError
-from torchrelay.inspection.seam import Contents, OpenedState
+from torchrelay.inspection.opened_state import Contents, OpenedState
 from torchrelay.memory.bounded import bounded
 from torchrelay.steps import epoch_seconds
-from torchrelay.stores.seam import Store
+from torchrelay.stores.store import Store
 
 ASK_SECONDS = 20.0
 STATUS_BYTES = 16 << 20

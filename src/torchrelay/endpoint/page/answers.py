@@ -18,10 +18,10 @@ from torchrelay.endpoint.server.http.requests import Refusal, Request
 from torchrelay.errors import RelayError
 from torchrelay.inspection.comparison import compare, distance, touched
 from torchrelay.inspection.facts import nbytes_of
-from torchrelay.inspection.seam import Contents, StateReader
+from torchrelay.inspection.opened_state import Contents, StateReader
 from torchrelay.inspection.statistics import histogram, statistics
 from torchrelay.planning.stored import StoredTensor
-from torchrelay.stores.shares.layout import rank_of
+from torchrelay.shares.layout import rank_of
 
 SETTLED_BYTES = 64 << 20  # of tensors that are compared byte by byte
 

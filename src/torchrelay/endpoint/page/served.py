@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from torchrelay.endpoint.server.service import Service
 from torchrelay.endpoint.server.snapshots import ServedSnapshot
 from torchrelay.endpoint.server.step_reader import StepReader
-from torchrelay.inspection.seam import Contents
+from torchrelay.inspection.opened_state import Contents
 from torchrelay.planning.stored import stored_tensors
 from torchrelay.record.encoding import decode_at_rest
 

@@ -23,11 +23,11 @@ from torchrelay.memory.gpu.kernels import CudaError
 from torchrelay.memory.gpu.side import on_side_stream, side_stream
 from torchrelay.memory.gpu.spare import room_beside_training
 from torchrelay.memory.gpu.volumes import split_by_volume, table_of_volumes
+from torchrelay.memory.pages import host_view
 from torchrelay.parts.fields import Field
 from torchrelay.plan.region import Region, Stream
+from torchrelay.shares.share import Share
 from torchrelay.sources.lent_memory import DeviceExport
-from torchrelay.stores.shares.share import Share
-from torchrelay.stores.writer.file_writer import host_view
 from torchrelay.transports.routes.cuda.handles import export_of
 
 MARGIN = 1 / 4  # of a GPU's memory that stays free where steps are kept there unasked

@@ -17,10 +17,10 @@ from torchrelay.parts.fields import Field
 from torchrelay.record.dtypes import itemsize
 from torchrelay.record.encoding import content_digest, encode
 from torchrelay.record.schema import Record
+from torchrelay.shares.commit_record import commit_record
+from torchrelay.shares.layout import ShareLayout
+from torchrelay.shares.planner import PlannedShare
 from torchrelay.stores.safetensors import tensors_of
-from torchrelay.stores.shares.commit_record import commit_record
-from torchrelay.stores.shares.layout import ShareLayout
-from torchrelay.stores.shares.planner import PlannedShare
 
 
 class RecordedStep(NamedTuple):

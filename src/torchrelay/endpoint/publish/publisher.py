@@ -33,10 +33,10 @@ from torchrelay.owner import Owner
 from torchrelay.pending import Pending
 from torchrelay.record.encoding import content_digest, encode, encode_at_rest, state_digest
 from torchrelay.results import Report
+from torchrelay.shares.commit_record import decode_shares
+from torchrelay.shares.planner import PlannedShare, SharePlanner
+from torchrelay.shares.share import Share
 from torchrelay.steps import check_step
-from torchrelay.stores.shares.commit_record import decode_shares
-from torchrelay.stores.shares.planner import PlannedShare, SharePlanner
-from torchrelay.stores.shares.share import Share
 from torchrelay.stores.writer.file_writer import WORKERS
 
 _FINISH_SECONDS = 5.0  # for the last message of a publish

@@ -13,7 +13,7 @@ from torchrelay.deadlines import Deadline
 from torchrelay.endpoint.address import Address
 from torchrelay.endpoint.server import messages as m
 from torchrelay.errors import EndpointError
-from torchrelay.stores.writer.child_process import ChildProcess
+from torchrelay.processes.child_process import ChildProcess
 
 START_SECONDS = 60.0  # that a process may take to start, at most
 

@@ -38,7 +38,7 @@ from torchrelay.sources.remote_step import (
 )
 from torchrelay.sources.seam import Opened, Source
 from torchrelay.stores.reading.chunks import whole_chunks
-from torchrelay.stores.seam import OpenStep
+from torchrelay.stores.step_files import StepFiles
 
 PIECE_BYTES = 2 << 20
 ASK_SECONDS = 0.2  # between two questions who there is, in the first seconds, and
@@ -336,7 +336,7 @@ class SeedingSource:
             self.swarm.seed.close()
 
 
-class SeededStep(OpenStep):
+class SeededStep(StepFiles):
     """A step that a seed has whole. New tensors keep its memory; the first write to one copies the
     page. See `sources.seam.Opened`."""
 

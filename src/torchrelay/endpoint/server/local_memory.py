@@ -21,6 +21,7 @@ from torchrelay.endpoint.server.messages import Show
 from torchrelay.endpoint.server.service import Service
 from torchrelay.endpoint.server.snapshots import Part
 from torchrelay.endpoint.server.transfers import Transfer
+from torchrelay.processes.frames import receive_frame, send_frame
 from torchrelay.sources.lent_memory import (
     MAX_SLOTS,
     DeviceLease,
@@ -29,7 +30,6 @@ from torchrelay.sources.lent_memory import (
     LeaseRequest,
     MemoryLease,
 )
-from torchrelay.stores.writer.frames import receive_frame, send_frame
 
 ASK_SECONDS = 2.0
 REQUEST_BYTES = 4 << 10

@@ -1,6 +1,6 @@
 """The process that serves a staged state: HTTP and digests outside the trainer's interpreter.
 
-A trainer starts it with a socket (`stores.writer.child_process`). It imports no torch, and ends
+A trainer starts it with a socket (`processes.child_process`). It imports no torch, and ends
 when the trainer's end of the socket closes, for whatever reason.
 """
 
@@ -20,8 +20,8 @@ from torchrelay.endpoint.server.service import Service, status
 from torchrelay.endpoint.server.snapshots import ServedSnapshot, digests
 from torchrelay.endpoint.server.step_server import StepServer
 from torchrelay.memory.pages import return_freed_memory
-from torchrelay.stores.writer.child_process import trainer_at
-from torchrelay.stores.writer.frames import receive_frame, send_frame
+from torchrelay.processes.child_process import trainer_at
+from torchrelay.processes.frames import receive_frame, send_frame
 
 _request = msgspec.msgpack.Decoder(m.ServerRequest)
 

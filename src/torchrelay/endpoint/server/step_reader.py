@@ -14,11 +14,10 @@ from torchrelay.errors import EndpointError, RelayError
 from torchrelay.sources.access import Access
 from torchrelay.sources.connection import Host
 from torchrelay.sources.remote_step import RemoteReader, Supplier, Suppliers
-from torchrelay.stores.local.files import through
-from torchrelay.system import read_at
+from torchrelay.system import read_full
 
 if TYPE_CHECKING:
-    from torchrelay.inspection.seam import Contents
+    from torchrelay.inspection.opened_state import Contents
 
 REMOTE_SECONDS = 30.0
 END_SECONDS = 1.0  # to tell a server that the reads are over
@@ -55,8 +54,8 @@ class RankReader:
 
 
 class StepReader:
-    """Implements `inspection.seam.StateReader` on a step that is shown; other ranks are asked for
-    their parts. To be made with the service's lock held."""
+    """Implements `StateReader` (inspection/opened_state.py) on a step that is shown; other ranks
+    are asked for their parts. To be made with the service's lock held."""
 
     def __init__(self, step: ServedSnapshot, contents: Contents, access: Access) -> None:
         self.contents = contents
@@ -78,7 +77,7 @@ class StepReader:
         found, rank = whole.volumes[volume], whole.places[volume]
         if found.name in self._files:
             fd, first = self._files[found.name]
-            if not through(read_at, fd, view, first + start):
+            if not read_full(fd, view, first + start):
                 raise EndpointError(f"{found.name} ends before byte {start + view.nbytes}")
             return
         deadline = Deadline(REMOTE_SECONDS)

@@ -12,7 +12,7 @@ from functools import lru_cache
 from torchrelay.arguments import matches
 from torchrelay.endpoint.server.step_reader import StepReader
 from torchrelay.inspection.file_bytes import PIECE_BYTES, FileBytes
-from torchrelay.inspection.seam import Contents
+from torchrelay.inspection.opened_state import Contents
 from torchrelay.record.dtypes import itemsize
 from torchrelay.record.encoding import decode_at_rest
 from torchrelay.stores.safetensors import header, tensors_of

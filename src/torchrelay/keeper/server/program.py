@@ -30,8 +30,8 @@ from torchrelay.keeper.server import messages as k
 from torchrelay.keeper.server.replication import Replication
 from torchrelay.keeper.server.retention import Retention
 from torchrelay.memory.pages import return_freed_memory
-from torchrelay.stores.writer.child_process import NICE
-from torchrelay.stores.writer.frames import has_hung_up, receive_frame, send_frame
+from torchrelay.processes.child_process import NICE
+from torchrelay.processes.frames import has_hung_up, receive_frame, send_frame
 
 FIRST_LEASE = 60.0  # seconds for the first worker to come
 BACKLOG = 128

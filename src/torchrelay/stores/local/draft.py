@@ -11,13 +11,14 @@ from pathlib import Path
 
 from torchrelay.files import exists, is_dir
 from torchrelay.shortage import raise_shortage
+from torchrelay.stores.draft import Buffer, CommitPoint
+from torchrelay.stores.listing import MANIFEST, Listing
 from torchrelay.stores.local.files import Files, claimed, lock, named, refresh
 from torchrelay.stores.local.handles import Handles
 from torchrelay.stores.local.removal import remove_directory
 from torchrelay.stores.local.root import StepRoot, directory_id, is_committed
 from torchrelay.stores.local.step import data_sizes
 from torchrelay.stores.retry import commit_unknown
-from torchrelay.stores.seam import MANIFEST, Buffer, CommitPoint, Listing
 
 WRITE_OUT_BYTES = 8 << 20
 VISIBLE_SECONDS = 10.0  # that a network file system may take to show another host's directory
@@ -25,7 +26,7 @@ _TRIES = 100
 
 
 class LocalDraft(CommitPoint):
-    """See `seam.Draft`. The process that calls `begin` holds the draft's lock until it ends."""
+    """A `Draft` in a directory. The process that calls `begin` holds its lock until it ends."""
 
     def __init__(self, root: StepRoot, step: int, token: str, overwrite: bool) -> None:
         super().__init__()

@@ -7,12 +7,12 @@ import errno
 import os
 import stat
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO
 
-from torchrelay.stores.seam import Buffer
+from torchrelay.stores.draft import Buffer
 from torchrelay.system import (
     AT_ONCE,
     BINARY,
@@ -22,7 +22,7 @@ from torchrelay.system import (
     c_library,
     fcntl,
     sync,
-    write_at,
+    write_full,
 )
 
 _WRITE_OUT = 2  # SYNC_FILE_RANGE_WRITE
@@ -30,20 +30,6 @@ _EXCHANGE = 2  # RENAME_EXCHANGE
 _AT_FDCWD = -100
 
 _libc = c_library()
-
-
-def through(
-    call: Callable[[int, list[memoryview], int], int], fd: int, view: memoryview, position: int
-) -> bool:
-    """Have `os.preadv` or `os.pwritev` do all of a view, however many calls that takes; whether it
-    came to its end."""
-    while len(view):
-        done = call(fd, [view], position)
-        if not done:
-            return False
-        position += done
-        view = view[done:]
-    return True
 
 
 class Files:
@@ -61,7 +47,7 @@ class Files:
 
     def write(self, fd: int, data: Buffer, position: int) -> None:
         """All of the data, however many calls that takes."""
-        if not through(write_at, fd, memoryview(data).cast("B"), position):
+        if not write_full(fd, memoryview(data).cast("B"), position):
             raise OSError(errno.EIO, "nothing was written")
 
     def write_out(self, fd: int, position: int, nbytes: int) -> None:

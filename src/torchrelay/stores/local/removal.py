@@ -14,9 +14,9 @@ from contextlib import contextmanager, suppress
 import msgspec
 
 from torchrelay.files import is_symlink
+from torchrelay.stores.listing import DATA_NAME, MANIFEST
 from torchrelay.stores.local.files import Files
 from torchrelay.stores.local.step import read_manifest
-from torchrelay.stores.seam import DATA_NAME, MANIFEST
 from torchrelay.system import DIRECTORY, NO_FOLLOW
 
 _DIRECTORY = os.O_RDONLY | DIRECTORY | NO_FOLLOW

@@ -5,42 +5,22 @@ from __future__ import annotations
 import errno
 import os
 import re
-import socket
 import stat
 from collections.abc import Iterator
 from contextlib import suppress
-from functools import cache, lru_cache
+from functools import lru_cache
 from pathlib import Path
-
-import xxhash
 
 from torchrelay.arguments import check_place
 from torchrelay.files import exists, is_symlink
-from torchrelay.machine import machine
 from torchrelay.steps import MAX_STEP
+from torchrelay.stores.listing import MANIFEST, Listing
 from torchrelay.stores.local.files import Files
-from torchrelay.stores.seam import MANIFEST, Listing
 
 # A directory of a step, where it belongs or where it was moved to for its successor.
 STEP = re.compile(r"step-(0|[1-9][0-9]{0,18})(\.old-.+-\d+-[0-9a-f]+)?")
 # A draft, or a directory that was moved away: the step, which of the two it is, and the writer.
 LEFT = re.compile(r"step-(\d+)\.(tmp|old)-(.+)-(\d+)-[0-9a-f]+")
-
-
-def token() -> str:
-    """A name that no other draft has; it says whose draft it is."""
-    return f"{host_name()}-{os.getpid()}-{os.urandom(4).hex()}"
-
-
-@cache
-def host_name() -> str:
-    """This host, until it is started again. Several hosts may be called "localhost": the name says
-    whom a user may ask, and the digest of the kernel's own identity tells hosts apart."""
-    identity = machine()
-    with suppress(OSError):
-        identity = identity or Path("/etc/machine-id").read_text(encoding="ascii").strip()
-    name = re.sub(r"[^A-Za-z0-9_.]", "_", socket.gethostname())[:60] or "host"
-    return f"{name}.{xxhash.xxh64_hexdigest(identity.encode())}"
 
 
 class StepRoot:

@@ -17,11 +17,13 @@ from contextlib import AbstractContextManager, closing, suppress
 from random import random
 
 from torchrelay.memory.pages import address_of
-from torchrelay.stores.local.files import named, open_plain, through
+from torchrelay.stores.listing import MANIFEST, MAX_MANIFEST_BYTES
+from torchrelay.stores.local.files import named, open_plain
 from torchrelay.stores.local.handles import Handles
 from torchrelay.stores.retry import ONCE, Retry
-from torchrelay.stores.seam import MANIFEST, MAX_MANIFEST_BYTES, DataReader, StoredStep
-from torchrelay.system import DIRECTORIES_OPEN, DIRECTORY, LINUX, c_library, read_at
+from torchrelay.stores.step_files import DataReader
+from torchrelay.stores.store import StoredStep
+from torchrelay.system import DIRECTORIES_OPEN, DIRECTORY, LINUX, c_library, read_full
 
 PAGE = 4096  # alignment of reads past the page cache
 PROBES = 16  # positions of a file that are looked for in the page cache
@@ -217,7 +219,7 @@ def _is_tmpfs(fd: int) -> bool:
 
 
 def _read_whole(fd: int, path: str, position: int, view: memoryview) -> None:
-    if not through(read_at, fd, view, position):
+    if not read_full(fd, view, position):
         raise EOFError(f"{path} ends before byte {position + len(view)}")
 
 

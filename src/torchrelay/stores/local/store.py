@@ -20,21 +20,15 @@ from itertools import islice
 from pathlib import Path
 
 from torchrelay.files import exists
+from torchrelay.stores.listing import MANIFEST, Listing, settled
 from torchrelay.stores.local.draft import LocalDraft
 from torchrelay.stores.local.files import Files, claimed, lock
 from torchrelay.stores.local.removal import closing, remove_directory
-from torchrelay.stores.local.root import (
-    LEFT,
-    StepRoot,
-    directory_id,
-    host_name,
-    is_committed,
-    token,
-)
+from torchrelay.stores.local.root import LEFT, StepRoot, directory_id, is_committed
 from torchrelay.stores.local.step import LocalStep
 from torchrelay.stores.lookalikes import DEPTH, MOST, explain
 from torchrelay.stores.retry import ONCE, Retry
-from torchrelay.stores.seam import MANIFEST, Listing, settled
+from torchrelay.stores.tokens import host_name, new_token
 
 FOREIGN_AGE = 24 * 3600.0  # seconds after which another host's draft counts as left behind
 
@@ -83,7 +77,7 @@ class LocalStore:
         place = self._root.of(step)
         found = (self._root.folders() if listing is None else listing).get(step)
         for name, _ in reversed(found or [(place.name, 0)]):
-            away = f"{place}.tmp-{token()}"
+            away = f"{place}.tmp-{new_token()}"
             with claimed(f"{self.url}/{name}"):  # or `clean` would take it for left behind
                 self._files.rename(f"{self.url}/{name}", away)
                 self._files.sync_dir(self.url)

@@ -7,6 +7,8 @@ from contextlib import suppress
 from math import ceil
 
 from torchrelay.errors import UsageError
+from torchrelay.stores.draft import Buffer, CommitPoint
+from torchrelay.stores.listing import MAX_MANIFEST_BYTES, Listing
 from torchrelay.stores.local.removal import ownership
 from torchrelay.stores.objects.bucket import Bucket
 from torchrelay.stores.objects.step import (
@@ -18,7 +20,6 @@ from torchrelay.stores.objects.step import (
     with_folder,
 )
 from torchrelay.stores.retry import commit_unknown
-from torchrelay.stores.seam import MAX_MANIFEST_BYTES, Buffer, CommitPoint, Listing
 
 PART_BYTES = 16 << 20  # S3 takes none below 5 MiB
 MAX_PARTS = 10_000  # of one object, on S3 and GCS
@@ -37,7 +38,7 @@ def remove_own(bucket: Bucket, folder: str, record: bytes | None = None) -> None
 
 
 class ObjectDraft(CommitPoint):
-    """See `seam.Draft`. `begin` writes nothing: a draft exists with its first data object."""
+    """A `Draft` in a bucket. `begin` writes nothing: it exists with its first data object."""
 
     def __init__(self, bucket: Bucket, step: int, token: str, overwrite: bool) -> None:
         super().__init__()

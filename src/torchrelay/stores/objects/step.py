@@ -8,9 +8,11 @@ import threading
 
 from torchrelay.errors import UsageError
 from torchrelay.memory.thread_pool import ThreadPool
+from torchrelay.stores.listing import MANIFEST, MAX_MANIFEST_BYTES
 from torchrelay.stores.objects.bucket import Bucket
 from torchrelay.stores.retry import Retry
-from torchrelay.stores.seam import MANIFEST, MAX_MANIFEST_BYTES, DataReader, StoredStep
+from torchrelay.stores.step_files import DataReader
+from torchrelay.stores.store import StoredStep
 
 RANGE_BYTES = 8 << 20  # of one request of a large read
 HEAD_BYTES = 256  # of a manifest, which name its folder

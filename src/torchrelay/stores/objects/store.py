@@ -20,12 +20,12 @@ from pathlib import PurePosixPath
 from torchrelay.errors import UsageError
 from torchrelay.memory.thread_pool import ThreadPool
 from torchrelay.steps import MAX_STEP
+from torchrelay.stores.listing import DATA_NAME, MANIFEST, Listing, settled
 from torchrelay.stores.lookalikes import MOST, explain
 from torchrelay.stores.objects.bucket import Bucket, ObjectInfo
 from torchrelay.stores.objects.draft import CONCURRENCY, ObjectDraft, folder_of, remove_own
 from torchrelay.stores.objects.step import TOKEN, ObjectStep, committed_at, manifest_path
 from torchrelay.stores.retry import ONCE, Retry
-from torchrelay.stores.seam import DATA_NAME, MANIFEST, Listing, settled
 
 DAY = 24 * 3600.0
 

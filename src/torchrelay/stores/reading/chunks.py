@@ -21,7 +21,7 @@ from torchrelay.planning.stored import Names, images_in
 from torchrelay.record.schema import Record, VolumeRecord
 from torchrelay.shortage import raise_shortage
 from torchrelay.stores.retry import is_wrong
-from torchrelay.stores.seam import DataReader, OpenStep
+from torchrelay.stores.step_files import DataReader, StepFiles
 from torchrelay.stores.writer.file_writer import WORKERS
 
 TASK_BYTES = 8 << 20  # what a thread takes on, or asks a service for, at once
@@ -42,7 +42,7 @@ class Task(NamedTuple):
     stop: int
 
 
-def opened(step: OpenStep, record: Record, file: int, *, once: bool = False) -> DataReader:
+def opened(step: StepFiles, record: Record, file: int, *, once: bool = False) -> DataReader:
     """A file of a step; `DamagedError` unless it exists and has its recorded size."""
     expected = record.volumes[file]
     whole = Task(file, 0, expected.nbytes)
@@ -56,7 +56,7 @@ def opened(step: OpenStep, record: Record, file: int, *, once: bool = False) -> 
 
 
 @contextmanager
-def reading(step: OpenStep, record: Record, task: Task) -> Iterator[None]:
+def reading(step: StepFiles, record: Record, task: Task) -> Iterator[None]:
     """Within: a read that fails names its file. It is damage only if the file itself is found
     wrong; a medium that does not give its bytes may give them later."""
     try:
@@ -74,7 +74,7 @@ def reading(step: OpenStep, record: Record, task: Task) -> Iterator[None]:
         ) from fault
 
 
-def damaged(step: OpenStep, record: Record, task: Task, problem: str) -> DamagedError:
+def damaged(step: StepFiles, record: Record, task: Task, problem: str) -> DamagedError:
     """The error of a range that is not what was written; it names the tensors in it."""
     file = record.volumes[task.file]
     images, names = images_in(record, *task), Names(record)
@@ -120,7 +120,7 @@ class ChunkReads:
 
     def __init__(
         self,
-        step: OpenStep,
+        step: StepFiles,
         record: Record,
         spans: Mapping[int, Spans],
         progress: Callable[[int], None] | None = None,
@@ -208,7 +208,7 @@ class ChunkReads:
 class Verifier:
     """Compares the chunks of a range with their digests while its bytes come, in order."""
 
-    def __init__(self, step: OpenStep, record: Record, task: Task) -> None:
+    def __init__(self, step: StepFiles, record: Record, task: Task) -> None:
         self._step, self._record, self._task = step, record, task
         self._file = record.volumes[task.file]
         self._start = self._at = task.start
@@ -249,7 +249,7 @@ class Scratch:
 
 
 def not_as_written(
-    step: OpenStep, record: Record, file: int, start: int, stop: int
+    step: StepFiles, record: Record, file: int, start: int, stop: int
 ) -> DamagedError:
     """The error of a chunk whose digest is another one."""
     problem = f"bytes {start} to {stop} are not those written"
@@ -257,14 +257,14 @@ def not_as_written(
 
 
 def check_chunks(
-    step: OpenStep, record: Record, progress: Callable[[int], None] | None = None
+    step: StepFiles, record: Record, progress: Callable[[int], None] | None = None
 ) -> None:
     """Read every byte of a step; `DamagedError` unless every chunk has its digest."""
     spans = {index: [(0, file.nbytes)] for index, file in enumerate(record.volumes)}
     ChunkReads(step, record, spans, progress).check()
 
 
-def read_chunks(step: OpenStep, record: Record, task: Task) -> memoryview:
+def read_chunks(step: StepFiles, record: Record, task: Task) -> memoryview:
     """Read a range of whole chunks; `DamagedError` unless each has its digest."""
     check_free(task.stop - task.start)
     data = memoryview(bytearray(task.stop - task.start))

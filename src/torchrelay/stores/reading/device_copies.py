@@ -19,7 +19,7 @@ from torchrelay.memory.gpu.side import on_side_stream
 from torchrelay.record.schema import Record
 from torchrelay.state import tensors as t
 from torchrelay.stores.reading.box_reads import BoxRead
-from torchrelay.stores.seam import DeviceRun, OpenStep
+from torchrelay.stores.step_files import DeviceRun, StepFiles
 
 
 class DeviceCopies:
@@ -27,7 +27,7 @@ class DeviceCopies:
 
     def __init__(
         self,
-        step: OpenStep,
+        step: StepFiles,
         record: Record,
         boxes: list[BoxRead],
         progress: Callable[[int], None],

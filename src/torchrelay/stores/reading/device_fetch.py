@@ -37,7 +37,7 @@ from torchrelay.stores.reading.chunks import (
     whole_chunks,
 )
 from torchrelay.stores.reading.fetch import Fetch, Placed, spans_of
-from torchrelay.stores.seam import OpenStep
+from torchrelay.stores.step_files import StepFiles
 
 GROUP_BYTES = 256 << 20  # the least slab that is worth it
 ROUND_BYTES = 4 << 30  # of device memory, where bytes are not held back in it
@@ -78,7 +78,7 @@ class DeviceFetch:
 
     def __init__(
         self,
-        store: OpenStep,
+        store: StepFiles,
         checkpoint: Record,
         wanted: Mapping[int, Stream],
         device: int,

@@ -12,6 +12,7 @@ from functools import partial
 
 import torch
 
+from torchrelay.memory.pages import host_view
 from torchrelay.plan.region import Region, Stream
 from torchrelay.record.schema import Record
 from torchrelay.stores.reading.chunks import (
@@ -26,8 +27,7 @@ from torchrelay.stores.reading.chunks import (
     damaged,
     merged,
 )
-from torchrelay.stores.seam import DataReader, OpenStep
-from torchrelay.stores.writer.file_writer import host_view
+from torchrelay.stores.step_files import DataReader, StepFiles
 
 _RUN_BYTES = 128 << 10  # on average, of runs of memory that are read into without a detour
 
@@ -39,7 +39,7 @@ class Fetch(ChunkReads):
 
     def __init__(
         self,
-        step: OpenStep,
+        step: StepFiles,
         record: Record,
         wanted: Mapping[int, Stream],
         *,

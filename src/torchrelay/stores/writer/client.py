@@ -12,8 +12,8 @@ import msgspec
 
 from torchrelay.deadlines import Deadline
 from torchrelay.errors import CheckpointError, StorageTimeoutError
+from torchrelay.processes.child_process import END_SECONDS, ChildProcess
 from torchrelay.progress import Bar
-from torchrelay.stores.writer.child_process import END_SECONDS, ChildProcess
 from torchrelay.stores.writer.file_writer import FileSpec, Placed
 from torchrelay.stores.writer.process import Answer, Call
 

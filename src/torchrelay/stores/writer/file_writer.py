@@ -19,9 +19,10 @@ from typing import TYPE_CHECKING, NamedTuple
 import xxhash
 
 from torchrelay.errors import CheckpointError
+from torchrelay.memory.pages import host_view
 from torchrelay.memory.thread_pool import run_on_threads
 from torchrelay.shortage import raise_shortage
-from torchrelay.stores.seam import DataFiles, Sink
+from torchrelay.stores.draft import DataFiles, Sink
 
 if TYPE_CHECKING:
     from torchrelay.geometry.runs import Runs  # numpy, which the writer process does not load
@@ -212,8 +213,3 @@ def _pieces(
         end = min(at + len(buffer), stop)
         memory.gather(at, end, ctypes.addressof(buffer))
         yield at, whole[: end - at]
-
-
-def host_view(address: int, nbytes: int) -> memoryview:
-    """Host memory as a buffer. The caller keeps it alive."""
-    return memoryview((ctypes.c_char * nbytes).from_address(address)).cast("B")

@@ -18,10 +18,10 @@ import msgspec
 
 from torchrelay.errors import CheckpointError, ResourceError
 from torchrelay.memory.pages import address_of, side_by_side
+from torchrelay.processes.child_process import trainer_at
+from torchrelay.processes.frames import receive_frame, send_frame
 from torchrelay.stores.locate import open_store
-from torchrelay.stores.writer.child_process import trainer_at
 from torchrelay.stores.writer.file_writer import FileSpec, FileWriter, Placed
-from torchrelay.stores.writer.frames import receive_frame, send_frame
 
 Call = Literal["attach", "open", "write", "sync", "abort"]  # phases of a save, too
 

@@ -1,4 +1,4 @@
-"""`stores.dcp.Writer` and `Reader` in torch's own calls, alone and with ranks."""
+"""`dcp.Writer` and `Reader` in torch's own calls, alone and with ranks."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 import torchrelay as tr
 from tests.support.ranks import RankPool
 from torchrelay import dropin
+from torchrelay.dcp import Reader, Writer
 from torchrelay.record.encoding import encode_at_rest
-from torchrelay.stores.dcp import Reader, Writer
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
 

@@ -12,8 +12,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from torchrelay.deadlines import Deadline
+from torchrelay.processes.frames import exchange
 from torchrelay.shortage import raise_shortage
-from torchrelay.stores.writer.frames import exchange
 
 NICE = 5  # the trainer's threads go first
 END_SECONDS = 5.0
@@ -117,7 +117,7 @@ def launch(program: str, *, mute: bool = False) -> tuple[subprocess.Popen[bytes]
 def _launched(program: str, output: int | None) -> tuple[subprocess.Popen[bytes], socket.socket]:
     ours, theirs = socket.socketpair()
     with theirs:
-        package = Path(__file__).resolve().parents[2]
+        package = Path(__file__).resolve().parents[1]
         start = str(Path(__file__).with_name("start.py"))
         paths = [str(Path(path).absolute()) for path in sys.path if path]
         try:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from torchrelay.stores.writer.frames import receive_frame, send_frame
+from torchrelay.processes.frames import receive_frame, send_frame
 
 SOON = 10.0
 

@@ -21,10 +21,10 @@ from torchrelay.errors import CheckpointError
 from torchrelay.plan.at_rest import describe
 from torchrelay.record.rows import LeafRows
 from torchrelay.record.schema import Record
-from torchrelay.stores.shares import ownership
-from torchrelay.stores.shares.outlines import merge
-from torchrelay.stores.shares.ownership import Details, HeldTensor, Question, Row, Ruling
-from torchrelay.stores.shares.planner import SavePlan, SharePlanner
+from torchrelay.shares import ownership
+from torchrelay.shares.outlines import merge
+from torchrelay.shares.ownership import Details, HeldTensor, Question, Row, Ruling
+from torchrelay.shares.planner import SavePlan, SharePlanner
 
 SEED = 11
 answer_of = msgspec.msgpack.Decoder(Question | Ruling)

@@ -13,7 +13,7 @@ from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
 
 import torchrelay as tr
 from torchrelay import dropin
-from torchrelay.stores.dcp import Reader, Writer
+from torchrelay.dcp import Reader, Writer
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
 

@@ -14,12 +14,12 @@ from tests.support.states import assert_same
 from torchrelay.landing.options import LandingOptions
 from torchrelay.loading.rank_load import RankLoad
 from torchrelay.record.encoding import encode
-from torchrelay.stores.local.root import token
+from torchrelay.shares.commit_record import commit_record, decode_shares, sealed
+from torchrelay.shares.ownership import Question, Ruling
+from torchrelay.shares.planner import SavePlan, SharePlanner
 from torchrelay.stores.locate import open_store
 from torchrelay.stores.opening import open_step
-from torchrelay.stores.shares.commit_record import commit_record, decode_shares, sealed
-from torchrelay.stores.shares.ownership import Question, Ruling
-from torchrelay.stores.shares.planner import SavePlan, SharePlanner
+from torchrelay.stores.tokens import new_token
 
 SEED = 3
 TRIALS = 60
@@ -82,7 +82,7 @@ def save(root: Path, all_ranks: list[dict[str, Any]]) -> None:
     if isinstance(answers[0], Question):
         said = [one.details(answer) for one, answer in zip(plans, answers, strict=True)]
         answers = list(map(answer_of.decode, plans[0].rule(said)))
-    draft = open_store(root).draft(1, token())
+    draft = open_store(root).draft(1, new_token())
     draft.begin()
     shares = []
     for plan, answer in zip(plans, answers, strict=True):

@@ -28,17 +28,17 @@ from torchrelay.record.encoding import decode, encode
 from torchrelay.record.manifest import ValueLeaf
 from torchrelay.record.rows import LeafRows
 from torchrelay.record.schema import Record
+from torchrelay.shares import ownership
+from torchrelay.shares.casting import StandIns
+from torchrelay.shares.commit_record import refused
+from torchrelay.shares.held import Holder, row_of
+from torchrelay.shares.layout import Entry, ShareLayout, arrange
+from torchrelay.shares.outlines import image_bytes, merge, shape_of
+from torchrelay.shares.ownership import Details, HeldTensor, Question, Ruling, Statement
+from torchrelay.shares.share import Share
 from torchrelay.state.boxed import BoxedTensor
 from torchrelay.state.local_parts import LocalBoxes, local_parts
 from torchrelay.state.paths import empty_tensors, naming
-from torchrelay.stores.shares import ownership
-from torchrelay.stores.shares.casting import StandIns
-from torchrelay.stores.shares.commit_record import refused
-from torchrelay.stores.shares.held import Holder, row_of
-from torchrelay.stores.shares.layout import Entry, ShareLayout, arrange
-from torchrelay.stores.shares.outlines import image_bytes, merge, shape_of
-from torchrelay.stores.shares.ownership import Details, HeldTensor, Question, Ruling, Statement
-from torchrelay.stores.shares.share import Share
 
 _encode = msgspec.msgpack.Encoder().encode
 _statement = msgspec.msgpack.Decoder(Statement)

@@ -16,14 +16,14 @@ import xxhash
 
 from torchrelay.errors import CheckpointError
 from torchrelay.record.manifest import Shape
+from torchrelay.shares.ownership import HeldTensor, Row
+from torchrelay.shares.values import value_digests
 from torchrelay.state import tensors as t
 from torchrelay.state.boxed import BoxedTensor
 from torchrelay.state.dtensor_pieces import placement_records
 from torchrelay.state.local_parts import LocalBoxes, local_parts
 from torchrelay.state.meshes import mesh_record
 from torchrelay.state.paths import naming
-from torchrelay.stores.shares.ownership import HeldTensor, Row
-from torchrelay.stores.shares.values import value_digests
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh

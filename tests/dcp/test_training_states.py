@@ -20,7 +20,7 @@ from torch.distributed.fsdp import fully_shard
 import torchrelay as tr
 from tests.support.ranks import RankPool
 from torchrelay import dropin
-from torchrelay.stores.dcp import Reader, Writer
+from torchrelay.dcp import Reader, Writer
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
 

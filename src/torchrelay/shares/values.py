@@ -20,10 +20,10 @@ from torchrelay.geometry.runs import Runs
 from torchrelay.memory.digest import CELL_BYTES, joined
 from torchrelay.memory.gpu.kernels import CudaError, digests_of
 from torchrelay.memory.gpu.side import settle
+from torchrelay.memory.pages import host_view
 from torchrelay.memory.pool import cores
 from torchrelay.memory.thread_pool import run_on_threads
 from torchrelay.plan.region import Region
-from torchrelay.stores.writer.file_writer import host_view
 
 TASK_BYTES = 8 * CELL_BYTES  # that a thread takes at once
 THREADS = 8  # more do not read memory faster

@@ -17,8 +17,8 @@ from torchrelay.planning.stored import Names
 from torchrelay.record.checks.images import check_kind
 from torchrelay.record.encoding import decode, decode_at_rest, encode_at_rest
 from torchrelay.record.schema import Origin, Record
-from torchrelay.stores.seam import Draft
-from torchrelay.stores.shares.joined import with_boxes
+from torchrelay.shares.joined import with_boxes
+from torchrelay.stores.draft import Draft
 from torchrelay.version import __version__
 
 

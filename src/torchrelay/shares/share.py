@@ -20,11 +20,11 @@ from torchrelay.memory.pages import paged
 from torchrelay.memory.staging import Copy, stage
 from torchrelay.plan.region import Region, Stream
 from torchrelay.record.schema import Record
+from torchrelay.shares.casting import StandIns
+from torchrelay.shares.device_hashing import DeviceHashing
+from torchrelay.shares.layout import ShareLayout
 from torchrelay.state.tensors import versions_of
-from torchrelay.stores.seam import DataFiles
-from torchrelay.stores.shares.casting import StandIns
-from torchrelay.stores.shares.device_hashing import DeviceHashing
-from torchrelay.stores.shares.layout import ShareLayout
+from torchrelay.stores.draft import DataFiles
 from torchrelay.stores.writer.client import WriterSave
 from torchrelay.stores.writer.file_writer import FileSpec, FileWriter, Placed, Range
 

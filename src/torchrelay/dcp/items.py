@@ -24,15 +24,15 @@ from torch.distributed.checkpoint.planner import (
     WriteItemType,
 )
 
+from torchrelay.dcp.flattened import ValueTree
 from torchrelay.errors import CheckpointError, MismatchError, UnsupportedLeafError
 from torchrelay.landing.packed import pack, unpack
 from torchrelay.plan.at_rest import describe
 from torchrelay.planning.stored import StoredTensor
+from torchrelay.shares.layout import Entry
 from torchrelay.state import tensors as t
 from torchrelay.state.backing import missing_memory, with_memory
 from torchrelay.stores.reading.box_reads import BoxRead
-from torchrelay.stores.shares.layout import Entry
-from torchrelay.stores.torch_plans.flattened import ValueTree
 
 STATE, RAW = "state", "raw"
 _ONLY_PICKLE = (

@@ -33,6 +33,10 @@ from torch.distributed.checkpoint.planner import (
 from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, WriteResult
 from torch.futures import Future
 
+from torchrelay.dcp import items
+from torchrelay.dcp.chunks import check_chunks
+from torchrelay.dcp.flattened import ValueTree, outline_of
+from torchrelay.dcp.metadata import AsPlanned, Unknown, as_planned
 from torchrelay.deadlines import seconds_of
 from torchrelay.errors import (
     MismatchError,
@@ -47,21 +51,17 @@ from torchrelay.memory.writable import READ_ONLY, ReadOnlyMemory
 from torchrelay.plan.region import Region, Stream
 from torchrelay.record.encoding import encode
 from torchrelay.record.schema import ObjectBytes, Record
+from torchrelay.shares.commit_record import commit_record, decode_shares
+from torchrelay.shares.layout import FILE_BYTES, arrange
+from torchrelay.shares.share import Share
+from torchrelay.shares.step_draft import StepDraft
 from torchrelay.steps import check_step
-from torchrelay.stores.local.root import token
 from torchrelay.stores.locate import open_store, scheme_of, split_step
 from torchrelay.stores.opening import OpenedStep, open_step
 from torchrelay.stores.reading.box_reads import WaveFetch, waves
 from torchrelay.stores.reading.fetch import Fetch
-from torchrelay.stores.seam import Store
-from torchrelay.stores.shares.commit_record import commit_record, decode_shares
-from torchrelay.stores.shares.layout import FILE_BYTES, arrange
-from torchrelay.stores.shares.share import Share
-from torchrelay.stores.step_draft import StepDraft
-from torchrelay.stores.torch_plans import items
-from torchrelay.stores.torch_plans.chunks import check_chunks
-from torchrelay.stores.torch_plans.flattened import ValueTree, outline_of
-from torchrelay.stores.torch_plans.metadata import AsPlanned, Unknown, as_planned
+from torchrelay.stores.store import Store
+from torchrelay.stores.tokens import new_token
 
 Place = str | os.PathLike[str]
 Result = TypeVar("Result")
@@ -184,7 +184,7 @@ class Writer(_AtPlace, StorageWriter):
         return plan
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        name = token()
+        name = new_token()
         self._draft = StepDraft(
             self._store, self._step, name, self._seconds, overwrite=self._overwrite
         )

@@ -30,7 +30,7 @@ from torchrelay.record.schema import (
     column_of,
     pack_column,
 )
-from torchrelay.stores.shares.ownership import Details, Ruling
+from torchrelay.shares.ownership import Details, Ruling
 
 _encode = msgspec.msgpack.Encoder(enc_hook=pack_column).encode
 _replace = msgspec.structs.replace

@@ -17,9 +17,11 @@ from torchrelay.errors import CheckpointError, RelayError, StepExistsError, Stor
 from torchrelay.memory.bounded import bounded
 from torchrelay.pending import logger
 from torchrelay.record.schema import Record
+from torchrelay.shares.commit_record import check_files, sealed
+from torchrelay.stores.draft import Draft
+from torchrelay.stores.listing import Listing
 from torchrelay.stores.retry import commit_unknown, storage_faults
-from torchrelay.stores.seam import Draft, Listing, Store
-from torchrelay.stores.shares.commit_record import check_files, sealed
+from torchrelay.stores.store import Store
 
 GRACE = 0.5  # seconds past the deadline for a look, or for cleaning up
 

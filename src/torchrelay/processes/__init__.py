@@ -1,0 +1,1 @@
+"""Child processes without torch: how they start, their messages, and their end."""

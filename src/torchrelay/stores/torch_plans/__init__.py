@@ -1,1 +1,0 @@
-"""Steps as the planners of torch.distributed.checkpoint see them."""
