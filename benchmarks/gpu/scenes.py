@@ -13,7 +13,7 @@ import torch
 import torchrelay as tr
 from benchmarks.gpu import mixed as m
 from benchmarks.gpu.crew import Me, Wrong
-from torchrelay.transports.routes.host import place
+from torchrelay.transports.routes.host import claims
 
 TIMEOUT = 10.0
 CHUNK = 256 << 10
@@ -75,7 +75,7 @@ def whole(me: Me, route: str | None, mode: str, tiny: int, refused: bool) -> Any
     with ExitStack() as stack:
         if refused:
             no = "refused by this test"
-            stack.enter_context(patched(place, "cannot_read", lambda process, claim: no))
+            stack.enter_context(patched(claims, "cannot_read", lambda process, claim: no))
         for seed, one in ((1, relay), (20, relay), (40, again)):
             tiny = tiny if one is relay else tiny // 10
             if me.rank == 0:

@@ -25,8 +25,8 @@ from tests.support.messages import altering, read_as
 from tests.support.ways import patched
 from torchrelay.deadlines import Deadline
 from torchrelay.geometry.runs import Runs
-from torchrelay.transports.routes.host import place
-from torchrelay.transports.routes.host.place import Process, Proof, claim
+from torchrelay.transports.routes.host import claims
+from torchrelay.transports.routes.host.claims import Claimant, Proof, claim
 from torchrelay.transports.routes.memory import MemoryFacts, MemoryService, MemoryTable
 from torchrelay.transports.routes.outgoing import Outgoing
 from torchrelay.transports.routes.route import Unavailable
@@ -74,7 +74,7 @@ def memfd(content: bytes, seals: int = 0) -> Iterator[int]:
 @contextlib.contextmanager
 def proof(text: bytes) -> Iterator[int]:
     made = Proof(text)
-    yield made.process.fd
+    yield made.claimant.fd
     made.close()
 
 
@@ -104,11 +104,11 @@ def look(rank: int, group: Any) -> dict[str, tuple[str, float]]:
     for name, (show, _) in SHOWN.items():
         told: list[Any] = [None]
         with show() if rank == 1 else contextlib.nullcontext() as fd:
-            told[0] = Process(os.getpid(), fd, 0) if rank == 1 else None
+            told[0] = Claimant(os.getpid(), fd, 0) if rank == 1 else None
             dist.broadcast_object_list(told, 1, group=group)
             if rank == 0:
                 begun = time.monotonic()
-                found[name] = place.cannot_open(told[0], CLAIM), time.monotonic() - begun
+                found[name] = claims.cannot_open(told[0], CLAIM), time.monotonic() - begun
             dist.barrier(group)
     return found
 
@@ -124,42 +124,42 @@ def test_only_a_sealed_claim_of_the_right_rank_is_recognised(pool2: Any) -> None
 
 def test_a_process_does_not_take_itself_for_another() -> None:
     mine = Proof(CLAIM)
-    assert "this process itself" in place.cannot_open(mine.process, CLAIM)
+    assert "this process itself" in claims.cannot_open(mine.claimant, CLAIM)
     there = threading.Event()
     thread = threading.Thread(target=there.wait, daemon=True)
     thread.start()
-    by_thread = mine.process._replace(pid=thread.native_id)  # the kernel reads by these too
-    assert "this process itself" in place.cannot_open(by_thread, CLAIM)
+    by_thread = mine.claimant._replace(pid=thread.native_id)  # the kernel reads by these too
+    assert "this process itself" in claims.cannot_open(by_thread, CLAIM)
     there.set()
     mine.close()
 
 
 def test_a_process_of_another_user_is_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
     """Root may read everybody; what others say of their user does not count."""
-    monkeypatch.setattr(place, "_users", lambda pid: (os.getuid() + 1, os.getuid() + 1))
+    monkeypatch.setattr(claims, "_users", lambda pid: (os.getuid() + 1, os.getuid() + 1))
     mine = Proof(CLAIM)
     monkeypatch.setattr(os, "access", lambda *_: False)  # as if it were another process
-    assert "another user" in place.cannot_open(mine.process, CLAIM)
+    assert "another user" in claims.cannot_open(mine.claimant, CLAIM)
     mine.close()
 
 
 def test_the_user_of_a_process_is_what_the_kernel_says() -> None:
-    assert place._users(os.getpid()) == (os.getuid(), os.geteuid())
+    assert claims._users(os.getpid()) == (os.getuid(), os.geteuid())
 
 
 # A sender that names memory which is not its own
 
 
-def secret_here(group: Any, owner: int) -> tuple[Process, Any]:
+def secret_here(group: Any, owner: int) -> tuple[Claimant, Any]:
     """Where `owner` has something that nobody else should see."""
     buffer = ctypes.create_string_buffer(SECRET)
-    told: list[Any] = [Process(os.getpid(), 0, ctypes.addressof(buffer))]
+    told: list[Any] = [Claimant(os.getpid(), 0, ctypes.addressof(buffer))]
     dist.broadcast_object_list(told, owner, group=group)
     return told[0], buffer
 
 
 @contextlib.contextmanager
-def naming(victim: Process, fd: int | None) -> Iterator[None]:
+def naming(victim: Claimant, fd: int | None) -> Iterator[None]:
     """Within: this sender says that its state lies in the victim's secret."""
     offer, table = MemoryService.offer, MemoryService.table
 
@@ -170,7 +170,7 @@ def naming(victim: Process, fd: int | None) -> Iterator[None]:
         return write(
             msgspec.structs.replace(
                 true,
-                place=msgspec.structs.replace(true.place, pid=victim.pid),
+                location=msgspec.structs.replace(true.location, pid=victim.pid),
                 beacon=victim.beacon,
                 fd=true.fd if fd is None else fd,
             )
@@ -189,7 +189,7 @@ def steals(rank: int, group: Any, owner: int, shown: bool) -> Any:
     """Rank 0 points rank 1 at the memory of `owner`; `shown`: at a claim that is there, too."""
     victim, buffer = secret_here(group, owner)
     made = Proof(claim(NONCE, owner, 1, TRANSFER)) if rank == owner else None
-    told: list[Any] = [made.process.fd if made is not None else 0]
+    told: list[Any] = [made.claimant.fd if made is not None else 0]
     dist.broadcast_object_list(told, owner, group=group)
     relay = tr.Relay(group, timeout=TIMEOUT, chunk_bytes=CHUNK)
     result = None
@@ -222,7 +222,7 @@ def test_a_receiver_does_not_read_a_third_process_on_a_senders_word(
 
 def test_no_receiver_tells_where_its_memory_is() -> None:
     """A receiver joins before it knows who answers: it says a nonce, by which others are read."""
-    fields = ("step", "parts", "place", "nonce", "fd", "committed", "address")
+    fields = ("step", "parts", "location", "nonce", "fd", "committed", "address")
     assert Join.__struct_fields__ == fields
 
 

@@ -23,7 +23,7 @@ from torchrelay.transports.wire.messages import (
     Need,
     NodeAddress,
     Ping,
-    Place,
+    ProcessLocation,
     Refuse,
     RouteNote,
     Want,
@@ -214,7 +214,7 @@ class Driver:
             if self.now >= self.arrives[rank] and machine.joining:
                 self.came[rank] = self.heard_at[rank] = self.now
                 address = AT if self._reached else None
-                join = Join(place=Place(machine=chance.choice("ab")), address=address)
+                join = Join(location=ProcessLocation(machine=chance.choice("ab")), address=address)
                 assert machine.joined(rank, join, False, self.now)
         elif rank in self.healthy:
             # It is busy at times, for less than a window, and answers pings meanwhile.

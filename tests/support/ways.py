@@ -18,7 +18,7 @@ import torchrelay as tr
 from torchrelay.memory import vectors
 from torchrelay.transports.meeting import matching
 from torchrelay.transports.routes import memory, tcp
-from torchrelay.transports.routes.host import place
+from torchrelay.transports.routes.host import claims, location
 
 WAYS = ("tcp", "memory", "ring")
 VERIFIED = ("tcp",)
@@ -45,7 +45,7 @@ def taking(way: str) -> Iterator[None]:
         patch.setattr(memory, "batches", partial(vectors.batches, piece=PIECE))
         patch.setattr(tcp, "CONNECTION_BYTES", PIECE)
         if way == "ring":
-            patch.setattr(place, "cannot_read", refused)
+            patch.setattr(claims, "cannot_read", refused)
         yield
 
 
@@ -65,8 +65,8 @@ def refused_soon() -> contextlib.AbstractContextManager[None]:
 
 def elsewhere(**lies: Any) -> contextlib.AbstractContextManager[None]:
     """Within: this process says that it is somewhere else."""
-    true = place.here()
-    return patched(place, here=lambda: msgspec.structs.replace(true, **lies))
+    true = location.here()
+    return patched(location, here=lambda: msgspec.structs.replace(true, **lies))
 
 
 def by(rank: int, group: Any, way: str, fn: Callable[..., Any], *args: Any) -> Any:

@@ -11,14 +11,17 @@ from tests.support.recorder import at_port
 from torchrelay.transports.protocol.peers import Peer
 from torchrelay.transports.protocol.sender_machine import chain
 from torchrelay.transports.routes.route import Link
-from torchrelay.transports.wire.messages import Join, Place
+from torchrelay.transports.wire.messages import Join, ProcessLocation
 
 MEMBERS = st.lists(st.tuples(st.integers(0, 99), st.sampled_from("abc")), unique_by=lambda m: m[0])
 
 
 def chained(members: list[tuple[int, str]]) -> list[Link]:
     """The chain of receivers, each with its machine."""
-    joins = {rank: Join(place=Place(there), address=at_port(rank + 1)) for rank, there in members}
+    joins = {
+        rank: Join(location=ProcessLocation(there), address=at_port(rank + 1))
+        for rank, there in members
+    }
     return chain([Peer(rank, join=join) for rank, join in joins.items()])
 
 

@@ -27,8 +27,8 @@ from torchrelay.transports.wire.messages import (
     NodeAddress,
     Offer,
     Ping,
-    Place,
     Pong,
+    ProcessLocation,
     Refuse,
     RouteNote,
     Want,
@@ -71,7 +71,7 @@ def ended(stage: Stage) -> list[str]:
 
 def test_a_receiver_that_joins_is_made_an_offer() -> None:
     made, recorder = at(Stage.EXPECTED)
-    join = Join(place=Place("a"))
+    join = Join(location=ProcessLocation("a"))
     assert made.joined(1, join, True, 3.0)
     assert recorder.effects == [(1, "offer", (join, True))]
     assert made.peers[1].stage is Stage.OFFERED and made.peers[1].joined_at == 3.0
@@ -142,7 +142,9 @@ def test_a_receiver_that_no_other_can_reach_is_fed_alone() -> None:
 def test_receivers_of_a_chain_begin_when_all_are_here() -> None:
     made, recorder = machine([1, 2, 3])
     for rank in (1, 2, 3):
-        made.joined(rank, Join(place=Place("aba"[rank - 1]), address=at_port(rank)), False, 0.0)
+        made.joined(
+            rank, Join(location=ProcessLocation("aba"[rank - 1]), address=at_port(rank)), False, 0.0
+        )
     for rank in (1, 2, 3):
         assert made.join_ends() > 0.0 and recorder.effects[-1].name == "offer"
         made.heard(rank, TCP, 0.0)

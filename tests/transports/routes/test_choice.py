@@ -22,15 +22,22 @@ from tests.support.ways import VERIFIED, by, elsewhere, every_way, patched, refu
 from torchrelay.progress import Progress
 from torchrelay.transports.resources import Resources
 from torchrelay.transports.routes import choice as routes
-from torchrelay.transports.routes.host import place
-from torchrelay.transports.routes.host.place import Proof
+from torchrelay.transports.routes.host import claims, location
+from torchrelay.transports.routes.host.claims import Proof
 from torchrelay.transports.routes.memory import MemoryFacts, reach
 from torchrelay.transports.routes.route import RouteFetch, Unavailable
-from torchrelay.transports.wire.messages import NONCE_BYTES, Accept, Go, Offer, Place, RouteNote
+from torchrelay.transports.wire.messages import (
+    NONCE_BYTES,
+    Accept,
+    Go,
+    Offer,
+    ProcessLocation,
+    RouteNote,
+)
 
 OLD, NEW = 100, 1
 TIMEOUT = 20.0
-HERE = Place("boot", 1000, 7, 41)
+HERE = ProcessLocation("boot", 1000, 7, 41)
 
 
 # The choice, without processes
@@ -142,7 +149,7 @@ def test_the_last_route_always_works() -> None:
 
 
 def reached(monkeypatch: pytest.MonkeyPatch, **there: Any) -> Any:
-    monkeypatch.setattr(place, "here", lambda: HERE)
+    monkeypatch.setattr(location, "here", lambda: HERE)
     facts = MemoryFacts(msgspec.structs.replace(HERE, **{"pid": 42, **there}), 1, 2)
     talk = types.SimpleNamespace(sender=0, me=1, process=b"the sender")
     incoming: Any = types.SimpleNamespace(
@@ -158,10 +165,10 @@ def test_a_process_that_may_not_be_read_is_reached_by_a_ring(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     for why in ("", "may not"):
-        monkeypatch.setattr(place, "cannot_read", lambda process, claim, why=why: why)
-        monkeypatch.setattr(place, "cannot_open", lambda process, claim: "")
+        monkeypatch.setattr(claims, "cannot_read", lambda process, claim, why=why: why)
+        monkeypatch.setattr(claims, "cannot_open", lambda process, claim: "")
         assert reached(monkeypatch).reads == (not why)
-    monkeypatch.setattr(place, "cannot_open", lambda process, claim: "nor this")
+    monkeypatch.setattr(claims, "cannot_open", lambda process, claim: "nor this")
     assert reached(monkeypatch) == Unavailable("nor this")
 
 
@@ -178,7 +185,7 @@ def test_a_process_that_may_not_be_read_is_reached_by_a_ring(
 def test_who_is_elsewhere_is_not_tried(
     monkeypatch: pytest.MonkeyPatch, there: dict[str, Any], why: str
 ) -> None:
-    monkeypatch.setattr(place, "cannot_open", pytest.fail)
+    monkeypatch.setattr(claims, "cannot_open", pytest.fail)
     assert why in reached(monkeypatch, **there).because
 
 
@@ -186,7 +193,7 @@ def test_messages_of_the_protocol_do_not_name_what_routes_say() -> None:
     """So a route is added without touching them."""
     own = {"memory", "ring", "key", "token", "exports", "slot", "host", "port", "handle"}
     said = own.union(*(kind.__struct_fields__ for kind in ROUTE_KINDS))
-    said -= {"verify", "digests", "place", "device", "fd", "chunk"}  # of the whole transfer, too
+    said -= {"verify", "digests", "location", "device", "fd", "chunk"}  # of the whole transfer, too
     for kind in (Offer, Accept, Go, RouteNote):
         assert not said & set(kind.__struct_fields__), kind
 
@@ -219,8 +226,8 @@ FACTS: dict[str, Callable[[], contextlib.AbstractContextManager[None]]] = {
     "user": lambda: elsewhere(user=os.getuid() + 1),
     "pids": lambda: elsewhere(pids=1),
     "unknown": lambda: elsewhere(machine=""),
-    "no reading": lambda: patched(place, cannot_read=refused),
-    "nothing": lambda: patched(place, cannot_read=refused, cannot_open=no_opening),
+    "no reading": lambda: patched(claims, cannot_read=refused),
+    "nothing": lambda: patched(claims, cannot_read=refused, cannot_open=no_opening),
 }
 
 
@@ -371,7 +378,7 @@ def reused_number(rank: int, group: Any) -> Any:
         live = weights(OLD)
         report = relay.recv(0, into=live).report
         return verdict(live, OLD, NEW), report.route, report.instead
-    with patched(place, Proof=lambda claim: Proof(b"x" * len(claim))):  # what is not expected
+    with patched(claims, Proof=lambda claim: Proof(b"x" * len(claim))):  # what is not expected
         report = relay.send(weights(NEW), 1)
     return report.route, report.instead
 

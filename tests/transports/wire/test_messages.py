@@ -17,10 +17,10 @@ from torchrelay.transports.wire import messages as m
 from torchrelay.transports.wire.messages import FrameReader
 
 ID, KEY = bytes(range(16)), bytes(range(32))
-PLACE = m.Place("b7e1", 1000, 4026531836, 4321, ("GPU-1", "GPU-2"))
+LOCATION = m.ProcessLocation("b7e1", 1000, 4026531836, 4321, ("GPU-1", "GPU-2"))
 MESSAGES: list[m.Message] = [
     m.Join(),
-    m.Join(m.MAX_STEP, True, PLACE, b"n" * 16, 9, ID, m.NodeAddress(ID, "10.0.0.1", 65535)),
+    m.Join(m.MAX_STEP, True, LOCATION, b"n" * 16, 9, ID, m.NodeAddress(ID, "10.0.0.1", 65535)),
     m.Offer(b"\x93" * 5000, ID),
     m.Offer(b"x", ID, False, True, "tcp", {"tcp": b""}, {"group": "no"}, True, 8),
     m.Accept("memory"),

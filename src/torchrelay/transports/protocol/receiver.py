@@ -37,7 +37,7 @@ from torchrelay.transports.meeting.conversation import Conversation
 from torchrelay.transports.protocol.options import ReceiveOptions, TransferCall
 from torchrelay.transports.resources import Member
 from torchrelay.transports.routes.choice import BY_NAME, Choice, choose
-from torchrelay.transports.routes.host import place
+from torchrelay.transports.routes.host import claims, location
 from torchrelay.transports.routes.route import Incoming
 from torchrelay.transports.wire import messages as m
 
@@ -82,12 +82,12 @@ class SourceRank:
         # A route that crosses a wire reads no memory of another process.
         reads = options.route is None or BY_NAME[options.route].reads
         self._nonce = secrets.token_bytes(m.NONCE_BYTES) if reads else b""
-        here, fd = place.here(), -1
+        here, fd = location.here(), -1
         if here.devices and reads:
             with suppress(OSError):  # then no device memory is opened
-                claim = place.claim(self._nonce, member.rank, rank, bytes(16))
-                self._proof = place.Proof(claim)
-                fd = self._proof.process.fd
+                claim = claims.claim(self._nonce, member.rank, rank, bytes(16))
+                self._proof = claims.Proof(claim)
+                fd = self._proof.claimant.fd
         self.talk = Conversation(member.meeting, rank, member.rank, call.deadline, call.watch)
         committed = member.node.committed.find(self.talk.process) or b""
         address = member.node.identity.address

@@ -247,7 +247,7 @@ class Sending:
         offer = self._make_offer(peer, join, several)
         self.send(peer, offer)
         of_gpus = any(BY_NAME[name].of_gpus for name in offer.routes)
-        if of_gpus and join.place.devices and not join.parts and offer.verify:
+        if of_gpus and join.location.devices and not join.parts and offer.verify:
             # Devices hash what lies there: the receiver is likely to ask for it.
             self._workers.submit(self._outgoing.hash_on_devices)
 

@@ -270,8 +270,8 @@ def chain(peers: Sequence[Peer]) -> list[Link]:
     once. Receivers of one machine are neighbours, so bytes cross to a machine once; machines are in
     the order of their first."""
     joins = {peer.rank: peer.join for peer in peers if peer.join is not None}
-    order = list(dict.fromkeys(join.place.machine for join in joins.values()))
-    ranks = sorted(joins, key=lambda rank: order.index(joins[rank].place.machine))
+    order = list(dict.fromkeys(join.location.machine for join in joins.values()))
+    ranks = sorted(joins, key=lambda rank: order.index(joins[rank].location.machine))
     rows = zip(ranks, [None, *ranks], [*ranks[1:], None], strict=False)
     addresses = [None, *(joins[rank].address for rank in ranks)]
     return [Link(*row, depth, addresses[depth]) for depth, row in enumerate(rows)]

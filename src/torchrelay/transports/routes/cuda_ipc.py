@@ -14,7 +14,7 @@ from torchrelay.memory.gpu.kernels import CudaError
 from torchrelay.memory.gpu.side import side_stream
 from torchrelay.transports.routes import route as r
 from torchrelay.transports.routes.cuda.handles import Exported, Openings, Sources
-from torchrelay.transports.routes.host import place
+from torchrelay.transports.routes.host import claims
 from torchrelay.transports.routes.memory import (
     MemoryFetch,
     MemoryService,
@@ -39,9 +39,9 @@ class CudaService(MemoryService):
         except CudaError as fault:
             return r.Unavailable(str(fault))
         # A handle opens memory without asking the kernel whose process does: so this side asks.
-        process = place.Process(receiver.join.place.pid, receiver.join.fd, 0)
-        claim = place.claim(receiver.join.nonce, receiver.rank, receiver.member.rank, bytes(16))
-        if place.cannot_open(process, claim):
+        claimant = claims.Claimant(receiver.join.location.pid, receiver.join.fd, 0)
+        claim = claims.claim(receiver.join.nonce, receiver.rank, receiver.member.rank, bytes(16))
+        if claims.cannot_open(claimant, claim):
             return r.Unavailable("the sender cannot make sure that this process is of its user")
         return super().offer(outgoing)
 

@@ -23,9 +23,9 @@ from torchrelay.memory.gpu.side import in_use
 from torchrelay.memory.vectors import Batch, OtherMemoryError, batches, copy, read
 from torchrelay.transports.routes import route as r
 from torchrelay.transports.routes.cuda.handles import MAX_EXPORTS, Export
-from torchrelay.transports.routes.host import place
+from torchrelay.transports.routes.host import claims, location
 from torchrelay.transports.routes.host.chunk_paths import ChunkPaths, SenderMemory, choose_paths
-from torchrelay.transports.routes.host.place import Process
+from torchrelay.transports.routes.host.claims import Claimant
 from torchrelay.transports.routes.host.ring import (
     Fill,
     MappedRing,
@@ -59,19 +59,19 @@ class MemoryTable(msgspec.Struct, array_like=True, frozen=True):
 class MemoryFacts(msgspec.Struct, array_like=True, frozen=True):
     """Where the sender's process is.
 
-    Its claim (`place.claim`) is at address `beacon` of its memory and in its file `fd`: a receiver
+    Its claim (`claims.claim`) is at address `beacon` of its memory and in its file `fd`: a receiver
     that finds it there reads the process of the rank that it talks to.
     """
 
-    place: m.Place
+    location: m.ProcessLocation
     beacon: Annotated[int, Meta(ge=0, le=(1 << 63) - 1)] = 0
     fd: m.Descriptor = -1
     verify: bool = False  # digests are compared
     table: MemoryTable = MemoryTable()  # of all of the state
 
     @property
-    def process(self) -> Process:
-        return Process(self.place.pid, self.fd, self.beacon)
+    def claimant(self) -> Claimant:
+        return Claimant(self.location.pid, self.fd, self.beacon)
 
 
 read_facts, _read_table = m.reader(MemoryFacts), m.reader(MemoryTable)
@@ -82,29 +82,29 @@ class MemoryService(r.RouteService):
     """Says where the bytes lie, and keeps them there. A receiver that takes all of the state needs
     no more than the offer."""
 
-    _proof: place.Proof | None = None
+    _proof: claims.Proof | None = None
     _ring: RingFiller | None = None
     _offered: Outgoing | None = None
 
     def offer(self, outgoing: Outgoing) -> bytes | r.Unavailable:
-        here, to = place.here(), self._receiver
+        here, to = location.here(), self._receiver
         if self.is_elsewhere:
             return m.write(MemoryFacts(here))
-        claim = place.claim(to.join.nonce, to.member.rank, to.rank, to.transfer)
+        claim = claims.claim(to.join.nonce, to.member.rank, to.rank, to.transfer)
         try:
-            self._proof = place.Proof(claim)
+            self._proof = claims.Proof(claim)
         except OSError:
             return m.write(MemoryFacts(here))
-        process, table = self._proof.process, self.table(outgoing)
+        claimant, table = self._proof.claimant, self.table(outgoing)
         self._offered = outgoing
         verify = outgoing.verify is True
-        return m.write(MemoryFacts(here, process.beacon, process.fd, verify, table))
+        return m.write(MemoryFacts(here, claimant.beacon, claimant.fd, verify, table))
 
     @property
     def is_elsewhere(self) -> bool:
         """Whether the receiver is where it reads no memory of this process."""
         join = self._receiver.join
-        return bool(place.apart(place.here(), join.place)) or not join.nonce
+        return bool(location.unreachable(location.here(), join.location)) or not join.nonce
 
     def begin(self, outgoing: Outgoing, accept: m.Accept, link: r.Link) -> bytes:
         self._close_ring()  # of an earlier acceptance
@@ -155,14 +155,13 @@ class Reachable(NamedTuple):
 def reach(facts: MemoryFacts, incoming: r.Incoming) -> Reachable | r.Unavailable:
     """Find out whether the sender's process is on this machine, and can be read."""
     talk = incoming.conversation
-    apart = place.apart(place.here(), facts.place)
-    if apart:
-        return r.Unavailable(apart)
-    incoming.member.resources.watch(talk.process, facts.process.pid)
-    claim = place.claim(incoming.nonce, talk.sender, talk.me, incoming.offer.transfer)
-    if why := place.cannot_open(facts.process, claim):
+    if why := location.unreachable(location.here(), facts.location):
         return r.Unavailable(why)
-    return Reachable(facts, not place.cannot_read(facts.process, claim))
+    incoming.member.resources.watch(talk.process, facts.claimant.pid)
+    claim = claims.claim(incoming.nonce, talk.sender, talk.me, incoming.offer.transfer)
+    if why := claims.cannot_open(facts.claimant, claim):
+        return r.Unavailable(why)
+    return Reachable(facts, not claims.cannot_read(facts.claimant, claim))
 
 
 def _clear(gaps: Runs) -> None:
@@ -289,7 +288,7 @@ class MemoryFetch(ReadingFetch):
         return runs.only([offsets[i] for i in chunks], [sizes[i] for i in chunks])
 
     def _read_batch(self, batch: Batch) -> ReadDone:
-        read(self._facts.place.pid, batch)
+        read(self._facts.location.pid, batch)
         return ReadDone(batch.nbytes)
 
     def _read_and_hash(self, chunk: int) -> ReadDone:
@@ -298,7 +297,7 @@ class MemoryFetch(ReadingFetch):
         found = moves(self._sources.only([begin], [size]), self._places.host)
         rolling = RollingDigest(begin, cells=self._cells)
         for batch in batches(found, piece=IN_CACHE):
-            read(self._facts.place.pid, batch)
+            read(self._facts.location.pid, batch)
             rolling.add(batch.copies.positions.tolist(), batch.here.tolist())
         self._mine[chunk] = rolling.end(begin + size)
         return ReadDone(size)
@@ -308,7 +307,7 @@ class MemoryFetch(ReadingFetch):
 
         def fill(found: Moves) -> None:
             for batch in batches(found):
-                read(self._facts.place.pid, batch)
+                read(self._facts.location.pid, batch)
 
         pinned = len(self._places.device.starts) > 0
         buffer = self._incoming.member.buffer(max(self._chunks.sizes), pinned=pinned)
@@ -338,9 +337,9 @@ class MemoryFetch(ReadingFetch):
         fits = record.slots >= self._slots and record.slot_bytes >= largest
         if self._ring is not None or not self._asked or not fits:
             raise self._wrong("a second ring, or one that does not hold the chunks")
-        process = self._facts.process
+        claimant = self._facts.claimant
         try:
-            self._ring = self._rings.take(self._talk.process, process, record, pinned=in_use())
+            self._ring = self._rings.take(self._talk.process, claimant, record, pinned=in_use())
         except OSError as fault:
             raise PeerLostError(
                 f"the sender's buffers cannot be mapped: {fault}", rank=self._talk.sender

@@ -67,8 +67,9 @@ class _LargeMessage(Message, frozen=True):
     most_bytes: ClassVar[int] = _LARGE
 
 
-class Place(msgspec.Struct, array_like=True, frozen=True):
-    """Where a process is. Two in one place can ask the kernel for each other's memory."""
+class ProcessLocation(msgspec.Struct, array_like=True, frozen=True):
+    """Where a process runs. If two agree in `machine`, `user` and `pids`, one can try to read the
+    other's memory."""
 
     machine: Name = ""  # id of this boot of this machine; empty if the system has none
     user: User = -1
@@ -90,7 +91,7 @@ class Join(Message, frozen=True):
 
     step: Step | None = None
     parts: bool = False  # I take parts of what you have
-    place: Place = Place()
+    location: ProcessLocation = ProcessLocation()
     nonce: Nonce = b""  # for proofs about processes; empty if I read no other memory
     fd: Descriptor = -1  # file of mine that shows the nonce, where I might open device memory
     committed: Annotated[bytes, Meta(max_length=ID_BYTES)] = b""  # my last transfer from you

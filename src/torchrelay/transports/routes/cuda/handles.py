@@ -29,7 +29,7 @@ from msgspec import Meta
 from torchrelay.geometry.runs import Runs, moves
 from torchrelay.memory.gpu.kernels import CudaError, brief_driver, check, device_at, driver
 from torchrelay.transports.resources import Resource
-from torchrelay.transports.routes.host import place
+from torchrelay.transports.routes.host import location
 from torchrelay.transports.wire.messages import Name, Serial
 
 HANDLE_BYTES = 64
@@ -156,7 +156,7 @@ def _export(address: int, number: int) -> _Allocation:
         check(
             code, "export this memory: expandable_segments, or another allocator than torch's own"
         )
-    return _Allocation(base, nbytes, Export(number, place.device_id(device), bytes(handle)))
+    return _Allocation(base, nbytes, Export(number, location.device_id(device), bytes(handle)))
 
 
 class Opening(NamedTuple):
@@ -230,7 +230,7 @@ def close_opening(opened: Opening) -> None:
 
 def open_export(export: Export) -> Opening:
     """Open an allocation; `CudaError` where that fails."""
-    ids = [place.device_id(index) for index in range(torch.cuda.device_count())]
+    ids = [location.device_id(index) for index in range(torch.cuda.device_count())]
     if export.device not in ids:
         raise CudaError("the sender's GPU is not visible to this process")
     if len(export.handle) != HANDLE_BYTES:

@@ -29,7 +29,7 @@ from torchrelay.memory.pool import cores
 from torchrelay.memory.sealed import keeps_size
 from torchrelay.plan.snapshot import Sendable
 from torchrelay.transports.resources import Resource
-from torchrelay.transports.routes.host.place import Process, open_memfd
+from torchrelay.transports.routes.host.claims import Claimant, open_memfd
 from torchrelay.transports.streams.workers import Workers
 from torchrelay.transports.wire.messages import Chunk, Descriptor, Serial
 
@@ -144,11 +144,11 @@ class RingFiller:
 class MappedRing:
     """The receiver's end; `OSError` if the file cannot be mapped."""
 
-    def __init__(self, process: Process, record: Ring, *, pinned: bool) -> None:
+    def __init__(self, claimant: Claimant, record: Ring, *, pinned: bool) -> None:
         self.record = record
         self.pinned = False
         nbytes = record.slots * record.slot_bytes
-        fd = open_memfd(process, record.fd, os.O_RDWR)
+        fd = open_memfd(claimant, record.fd, os.O_RDWR)
         try:
             if os.fstat(fd).st_size < nbytes:
                 raise OSError("the ring is smaller than it should be")
@@ -178,14 +178,14 @@ class MappedRings(Resource):
         self._open: dict[bytes, MappedRing] = {}  # by the sender's process
         self._lock = threading.Lock()
 
-    def take(self, sender: bytes, process: Process, record: Ring, *, pinned: bool) -> MappedRing:
+    def take(self, sender: bytes, claimant: Claimant, record: Ring, *, pinned: bool) -> MappedRing:
         with self._lock:
             known = self._open.pop(sender, None)
         if known is not None:
             if known.record == record and known.pinned >= pinned:
                 return known
             known.close()
-        return MappedRing(process, record, pinned=pinned)
+        return MappedRing(claimant, record, pinned=pinned)
 
     def give(self, sender: bytes, ring: MappedRing) -> None:
         with self._lock:

@@ -1,9 +1,9 @@
-"""Where this process is, as far as it matters for reaching another one's memory.
+"""How a process makes sure that a process number of this machine is that of the rank it talks to.
 
-Two processes compare what they say here; then the one that wants to read sees for itself. What
-counts in the end is what the kernel says: that the process with the other's number is of this user
-and has a file with the claim that only the right rank can have made, and that it can be read. A
-peer that lies gains nothing: it cannot have this process read itself, or a third one.
+The rank's process has a claim, which it alone can have made, in a file that no other process has
+open and in its memory. Only what the kernel says counts: the process with that number is of this
+user, has such a file, and can be read. A peer that lies gains nothing: it cannot have this process
+read itself, or a third one.
 """
 
 from __future__ import annotations
@@ -15,58 +15,18 @@ import stat
 import struct
 from contextlib import suppress
 from functools import cache
-from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
-import torch
 
-from torchrelay.machine import machine
-from torchrelay.memory.gpu.side import in_use
 from torchrelay.memory.sealed import keeps_bytes, memory_file, seal
 from torchrelay.memory.vectors import OtherMemoryError, read_bytes
-from torchrelay.transports.wire.messages import Place
 
 _NAME = "torchrelay-claim"
 _CLAIM = struct.Struct("<II16s")  # owner, reader, transfer
 
 
-@cache
-def _pid_namespace() -> int:  # a process stays in its own
-    with suppress(OSError):
-        return Path("/proc/self/ns/pid").stat().st_ino
-    return 0
-
-
-def here() -> Place:
-    """This process's place."""
-    # Devices are asked for only where CUDA is in use already: the question itself would set it up.
-    devices = map(device_id, range(torch.cuda.device_count() if in_use() else 0))
-    return Place(machine(), os.getuid(), _pid_namespace(), os.getpid(), tuple(devices))
-
-
-@cache
-def device_id(index: int) -> str:
-    """What all processes of a machine call this GPU."""
-    return str(torch.cuda.get_device_properties(index).uuid)
-
-
-def apart(mine: Place, theirs: Place) -> str:
-    """Why the memory of a process there cannot be read from here; empty if it can be tried."""
-    if not mine.machine or not theirs.machine:
-        return "the system does not say which machine it is"
-    if mine.machine != theirs.machine:
-        return "another machine"
-    if mine.user != theirs.user:
-        return f"another user: {theirs.user} there, {mine.user} here"
-    if mine.pids != theirs.pids:
-        return "another PID namespace"
-    if mine.pid and mine.pid == theirs.pid:
-        return "this process itself"
-    return ""
-
-
-class Process(NamedTuple):
+class Claimant(NamedTuple):
     """A process of this machine, and where its claim is: in a file of it, and in its memory."""
 
     pid: int
@@ -95,7 +55,7 @@ class Proof:
         seal(self._fd)
         self._map = mmap.mmap(self._fd, len(claim), prot=mmap.PROT_READ)
         address = np.frombuffer(self._map, np.uint8).ctypes.data
-        self.process = Process(os.getpid(), self._fd, address)
+        self.claimant = Claimant(os.getpid(), self._fd, address)
 
     def close(self) -> None:
         """Nobody looks at it any more."""
@@ -108,27 +68,27 @@ class Proof:
             self.close()
 
 
-def cannot_read(process: Process, claim: bytes) -> str:
+def cannot_read(claimant: Claimant, claim: bytes) -> str:
     """Try to read the memory of the process; why not, or empty. It is known to be the right one."""
     try:
-        if read_bytes(process.pid, process.beacon, len(claim)) == claim:
+        if read_bytes(claimant.pid, claimant.beacon, len(claim)) == claim:
             return ""
     except OtherMemoryError as fault:
         return f"the kernel does not let this process read the sender's memory: {fault.strerror}"
     return "the sender's memory is not where it was said to be"
 
 
-def cannot_open(process: Process, claim: bytes) -> str:
+def cannot_open(claimant: Claimant, claim: bytes) -> str:
     """See whether the process is the one that claims to be; why that is not sure, or empty."""
-    if len(claim) == _CLAIM.size or process.pid < 1 or process.fd < 0:
+    if len(claim) == _CLAIM.size or claimant.pid < 1 or claimant.fd < 0:
         return "the sender does not say how to recognise its process"
-    if os.access(f"/proc/self/task/{process.pid}", os.F_OK):
+    if os.access(f"/proc/self/task/{claimant.pid}", os.F_OK):
         return "the sender names this process itself"
     try:
-        with open(open_memfd(process, process.fd, os.O_RDONLY), "rb", buffering=0) as file:
+        with open(open_memfd(claimant, claimant.fd, os.O_RDONLY), "rb", buffering=0) as file:
             sealed = keeps_bytes(file.fileno())
             found = file.read(len(claim) + 1)
-        user = _users(process.pid)
+        user = _users(claimant.pid)
     except OSError as fault:
         return f"the kernel does not let this process open the sender's files: {fault.strerror}"
     if user != (os.getuid(), os.geteuid()):
@@ -136,12 +96,12 @@ def cannot_open(process: Process, claim: bytes) -> str:
     return "" if sealed and found == claim else "another process has the sender's number"
 
 
-def open_memfd(process: Process, fd: int, flags: int) -> int:
+def open_memfd(claimant: Claimant, fd: int, flags: int) -> int:
     """Open a file of another process; `OSError` unless it is a memfd.
 
     Any other is not even opened: a FIFO would wait, a device might do something.
     """
-    looked_at = os.open(f"/proc/{process.pid}/fd/{fd}", os.O_PATH | os.O_CLOEXEC)
+    looked_at = os.open(f"/proc/{claimant.pid}/fd/{fd}", os.O_PATH | os.O_CLOEXEC)
     try:
         found = os.fstat(looked_at)
         if not stat.S_ISREG(found.st_mode) or found.st_dev != _memfd_device():
