@@ -218,7 +218,7 @@ def _on_a_gpu(routes: Iterable[str]) -> Iterable[Case]:
 
 
 def _given_back(how: str) -> Callable[[Crew], dict[str, Any]]:
-    nbytes = 2 << 30
+    nbytes = 4 << 30
 
     def run(crew: Crew) -> dict[str, Any]:
         def step(name: str, ranks: Iterable[int], free: int = 0) -> dict[str, Any]:
@@ -275,7 +275,7 @@ def _death(
 ) -> Callable[[Crew], dict[str, Any]]:
     # Much more than a dead process's own context gives back, where that is what is looked at.
     opens = gpu and route == "cuda_ipc"
-    nbytes = 2 << 30 if opens else 64 << 20
+    nbytes = 4 << 30 if opens else 64 << 20
 
     def run(crew: Crew) -> dict[str, Any]:
         free: Any = crew.call(faults.measure, ranks=[0], limit=CALL)[0].value

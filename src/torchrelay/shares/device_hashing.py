@@ -23,11 +23,12 @@ from torchrelay.memory.gpu.side import on_side_stream
 from torchrelay.plan.region import Stream
 from torchrelay.stores.writer.file_writer import FileSpec
 
+Marks = np.ndarray[Any, np.dtype[np.bool_]]
+
 
 class _OnDevice(NamedTuple):
     """Chunks that one GPU hashes."""
 
-    device: int
     chosen: np.ndarray[Any, np.dtype[np.intp]]  # which of all chunks
     beside: _Brought
     table: ChunkTable
@@ -48,6 +49,7 @@ class DeviceHashing:
         self._host: list[Runs] = []
         self._starts: list[Column] = []
         self._stops: list[Column] = []
+        self._planned: dict[int, _OnDevice] = {}
         base = 0
         for file, stream in zip(files, streams, strict=True):
             for at, region in stream.elsewhere:
@@ -70,8 +72,13 @@ class DeviceHashing:
         if not self._device:
             return list(self._files)
         found = np.zeros((sum(map(len, self._starts)), DIGEST_BYTES), np.uint8)
-        for device, chosen, beside, table in self._by_device:
+        for device, memory in self._device.items():
             with suppress(CudaError), torch.cuda.device(device), on_side_stream():
+                # Memory is taken here, too. Had another stream its memory before, work that is
+                # still queued there could write to it.
+                if device not in self._planned:
+                    self._planned[device] = self._plan(device, Runs.of(memory))
+                chosen, beside, table = self._planned[device]
                 beside.bring()
                 found[chosen] = kernels.digests(table, device).cpu().numpy()
         parts = np.split(found, np.cumsum([len(column) for column in self._starts])[:-1])
@@ -79,23 +86,23 @@ class DeviceHashing:
         return [file._replace(digests=part.tobytes()) for file, part in pairs]
 
     @cached_property
-    def _by_device(self) -> list[_OnDevice]:
-        starts, stops = np.concatenate(self._starts), np.concatenate(self._stops)
-        memory = {device: Runs.of(rows) for device, rows in self._device.items()}
-        touched = {device: _reached(starts, runs) for device, runs in memory.items()}
-        shared = np.sum([*touched.values(), _reached(starts, Runs.of(self._strays))], axis=0) > 1
-        host = Runs.merged(*self._host)
-        found = []
-        for device, runs in memory.items():
-            chosen = np.flatnonzero(touched[device] & ~shared)
-            some = starts[chosen], stops[chosen]
-            beside = _Brought(host, *some, device)
-            table = ChunkTable.of(Runs.merged(runs, beside.runs), *some)
-            found.append(_OnDevice(device, chosen, beside, table))
+    def _shared(self) -> Marks:
+        """Marks chunks that have bytes of several GPUs, or of memory that is not in one run."""
+        starts = np.concatenate(self._starts)
+        memory = [*self._device.values(), self._strays]
+        found: Marks = np.sum([_reached(starts, Runs.of(rows)) for rows in memory], axis=0) > 1
         return found
 
+    def _plan(self, device: int, memory: Runs) -> _OnDevice:
+        starts, stops = np.concatenate(self._starts), np.concatenate(self._stops)
+        chosen = np.flatnonzero(_reached(starts, memory) & ~self._shared)
+        some = starts[chosen], stops[chosen]
+        beside = _Brought(Runs.merged(*self._host), *some, device)
+        table = ChunkTable.of(Runs.merged(memory, beside.runs), *some)
+        return _OnDevice(chosen, beside, table)
 
-def _reached(starts: Column, memory: Runs) -> np.ndarray[Any, np.dtype[np.bool_]]:
+
+def _reached(starts: Column, memory: Runs) -> Marks:
     """Which chunks have bytes of this memory."""
     first = np.searchsorted(starts, memory.starts, side="right") - 1
     last = np.searchsorted(starts, memory.stops - np.uint64(1), side="right") - 1

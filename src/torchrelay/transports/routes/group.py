@@ -122,8 +122,8 @@ class GroupService(r.RouteService):
                     data = snapshot.view(index, self._device)
                     if data is None:
                         size = snapshot.chunks.sizes[index]
-                        data = torch.empty(size, dtype=torch.uint8, device=self._device)
-                        with on_side_stream():
+                        with on_side_stream():  # work queued on others may use their memory
+                            data = torch.empty(size, dtype=torch.uint8, device=self._device)
                             snapshot.read(index, data, vectors.copy)
                     with inside_backend():
                         wait_for(receiver.member.group.send([data], receiver.rank, TAG), data)
