@@ -494,7 +494,7 @@ def test_the_handshake_is_as_described() -> None:
 
 
 def test_flags_and_dtypes_are_as_described() -> None:
-    for name in ("REQUIRES_GRAD", "PARAMETER", "CONJ", "NEG", "COALESCED", "META", "ON_DEVICE"):
+    for name in ("REQUIRES_GRAD", "PARAMETER", "COALESCED", "META", "ON_DEVICE"):
         assert f"| `{name}` | {getattr(manifest, name)} |" in WIRE
     sizes = {
         name: int(row[0])

@@ -627,7 +627,6 @@ def rich_state() -> dict[str, Any]:
         "views": [base[2:8], base.view(4, 6)[1], base[::2]],
         "optim": {0: {"step": torch.tensor(1.0)}, "groups": [{"lr": 0.1, "betas": (0.9, 0.99)}]},
         "array": np.arange(6, dtype=">f4").reshape(2, 3),
-        "q": torch.quantize_per_tensor(torch.zeros(2, 3), 0.1, 3, torch.qint8),
         "sparse": torch.eye(3).to_sparse(),
         "values": [None, True, 1 << 70, 0.5, 1j, "text", b"bytes", torch.float16],
     }

@@ -120,10 +120,6 @@ def special() -> dict[str, Any]:
     tied = torch.arange(12.0).reshape(3, 4)
     return {
         "parameter": nn.Parameter(torch.ones(3)),
-        "quantized": torch.quantize_per_tensor(torch.randn(3, 4), 0.1, 3, torch.qint8),
-        "channels": torch.quantize_per_channel(
-            torch.randn(3, 4), torch.tensor([0.1, 0.2, 0.3]), torch.zeros(3), 0, torch.qint8
-        ),
         "sparse": torch.eye(4).to_sparse(),
         "conj": torch.randn(3, dtype=torch.complex64).conj(),
         "bfloat": torch.randn(5).to(torch.bfloat16),

@@ -137,7 +137,6 @@ def test_a_default_device_does_not_matter_to_new_tensors() -> None:
             "w": torch.ones(3),
             "coo": torch.eye(2).to_sparse(),
             "csr": torch.eye(2).to_sparse_csr(),
-            "q": torch.quantize_per_tensor(torch.zeros(2, 3), 0.1, 3, torch.qint8),
         }
     )
     with torch.device("meta"):

@@ -199,7 +199,7 @@ def one_by_one(
         leaf, there = rows[index], known.get(here)
         if there is not None and type(leaf) is m.TensorLeaf and leaf.storage >= 0:
             kind, address = there
-            odd = leaf.flags & (m.CONJ | m.NEG | m.META)
+            odd = leaf.flags & m.META
             same = (leaf.strides, leaf.shape, leaf.dtype) == (None, kind.shape, kind.dtype)
             if same and not odd:
                 at = chunks.start_of(leaf.storage) + leaf.offset

@@ -202,12 +202,12 @@ def test_other_encoders_and_later_versions_are_read() -> None:
 def test_another_major_version_is_named() -> None:
     """Also where its fields are not what they are here."""
     fields = msgspec.msgpack.decode(capture(_tied(), 3).encoded())
-    fields["version"] = [4, 0]
+    fields["version"] = [5, 0]
     for change in ({}, {"outlines": 7}, {"kinds": None}, {"images": "many"}):
-        with pytest.raises(ManifestError, match=r"version 4\.0, this library reads 3\.x"):
+        with pytest.raises(ManifestError, match=r"version 5\.0, this library reads 4\.x"):
             decode(msgspec.msgpack.encode(fields | change))
     body = json.loads(encode_at_rest(whole_record()))["record"]
-    for version in ([4, 0], [2, 0]):
+    for version in ([5, 0], [3, 0], [3, 1]):
         sealed = msgspec.json.encode(body | {"version": version})
         with pytest.raises(FormatError, match="read it with the torchrelay that wrote it"):
             decode_at_rest(_sealed(sealed))
@@ -332,10 +332,10 @@ def test_flags_that_torch_has_no_tensors_of() -> None:
         return with_volume(record)
 
     for overlapping in (True, False):
-        for dtype, flags in (("int32", 1), ("bool", 3), ("qint8", 1), ("bool", 8), ("uint64", 12)):
-            with pytest.raises(ManifestError, match=r"a (gradient|negation) of dtype"):
+        for dtype, flags in (("int32", 1), ("bool", 3)):
+            with pytest.raises(ManifestError, match="a gradient of dtype"):
                 decode(encode(offered(dtype, flags, overlapping=overlapping)))
-        for dtype, flags in (("float32", 9), ("int32", 8), ("bool", 2), ("complex64", 13)):
+        for dtype, flags in (("float32", 1), ("bool", 2), ("complex64", 3)):
             record = decode(encode(offered(dtype, flags, overlapping=overlapping)))
             for into in (None, torch.zeros(3, 2, dtype=tensors.DTYPES[dtype])):
                 landing = land(record, into)

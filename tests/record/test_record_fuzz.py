@@ -82,11 +82,6 @@ def _odd_state() -> dict[Any, Any]:
     return {
         "coo": torch.eye(3).to_sparse(),
         "csr": torch.eye(3).to_sparse_csr(),
-        "q": torch.quantize_per_tensor(torch.zeros(2, 3), 0.1, 3, torch.qint8),
-        "qc": torch.quantize_per_channel(
-            torch.zeros(2, 3), torch.ones(2), torch.zeros(2, dtype=torch.int64), 0, torch.quint8
-        ),
-        "q4": torch.quantize_per_tensor(torch.zeros(3, 5), 0.1, 3, torch.quint4x2),
         "array": np.arange(6, dtype=">f4").reshape(2, 3).T,
         "record": np.zeros(2, [("a", "<i4"), ("b", "S2", (2,))]),
         "scalar": np.datetime64("2024-01-01"),

@@ -43,7 +43,7 @@ def leaf(dice: random.Random, value: float, kind: int) -> Any:
         [tensor[0], tensor[0, 1:], tensor],
         tensor[0].expand(5, 4),
         np.full(dice.choice([2, 3]), value, ">i4"),
-        torch.quantize_per_tensor(tensor, 0.5, int(value), torch.qint8),
+        tensor.to(torch.float8_e5m2),
         tensor.to_sparse(),
         value,
         {"deep": value, "more": tensor + 1},

@@ -385,11 +385,3 @@ def rewrite(path: Path, change: Callable[[bytes], bytes]) -> None:
     body = change(bytes(sealed["record"]))
     digest = xxhash.xxh3_128_hexdigest(body)
     path.write_bytes(msgspec.json.encode({"record": msgspec.Raw(body), "digest": digest}))
-
-
-def test_the_format_says_which_version_it_takes_to_read_them(tmp_path: Path) -> None:
-    with tr.Checkpointer(tmp_path) as checkpointer:
-        checkpointer.save(1, {"x": 5})
-        checkpointer.save(2, {"x": {5}})
-        assert checkpointer.record(1).version == (3, 0)
-        assert checkpointer.record(2).version == (3, 1)

@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 from tests.support.rounds import rounds
 from tests.support.states import (
     ALL_DTYPES,
-    PACKED_QUANTIZED,
     QUANTIZED,
     STRIDED_DTYPES,
     Destination,
@@ -106,7 +105,7 @@ def test_a_leaf_alone_is_a_state(leaf: object) -> None:
 
 
 def test_every_dtype_is_covered() -> None:
-    assert set(STRIDED_DTYPES) | set(QUANTIZED) | set(PACKED_QUANTIZED) == set(ALL_DTYPES)
+    assert set(STRIDED_DTYPES) | set(QUANTIZED) == set(ALL_DTYPES)
 
 
 @pytest.mark.parametrize("dtype", STRIDED_DTYPES, ids=str)

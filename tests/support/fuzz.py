@@ -52,7 +52,7 @@ def fields_of(kind: type, path: str) -> list[str]:
     return [f"{path}['Note']['text']", f"{path}['Note']['more']"]
 
 
-SPECIAL = ["zero", "zero view", "meta", "coo", "csr", "quantized", "channels", "unaligned"]
+SPECIAL = ["zero", "zero view", "meta", "coo", "csr", "channels", "unaligned"]
 SPECIAL += ["computed", "inference", "shared", "buffer", "larger", "replaced", "from numpy"]
 SPECIAL += ["conjugated meta"]
 REFUSED = ["shrunk", "shrunk view", "freed", "object", "lambda", "nested", "subclass", "int"]
@@ -249,8 +249,6 @@ class Maker:
             return values.relu().to_sparse()
         if kind == "csr":
             return values.relu().to_sparse_csr()
-        if kind == "quantized":
-            return torch.quantize_per_tensor(values, 0.1, 3, torch.qint8)
         return torch.ones(2, 3, 2, 2).contiguous(memory_format=torch.channels_last)
 
     # Leaves that are refused
@@ -270,9 +268,7 @@ class Maker:
             tensor._values().untyped_storage().resize_(8)
             return tensor
         if kind == "quantized":
-            tensor = torch.quantize_per_tensor(torch.ones(40), 0.1, 3, torch.qint8)
-            tensor.untyped_storage().resize_(8)
-            return tensor
+            return torch.quantize_per_tensor(torch.ones(40), 0.1, 3, torch.qint8)
         if kind == "fake":
             with FakeTensorMode():
                 return torch.ones(3)
@@ -344,9 +340,6 @@ class Landing:
             twin.values().zero_()
             return twin
         shape, dtype = tuple(sent.shape), sent.dtype
-        if sent.is_quantized:
-            zeros = torch.zeros(shape)
-            return torch.quantize_per_tensor(zeros, sent.q_scale(), sent.q_zero_point(), dtype)
         if sent.is_meta:
             return torch.empty(shape, dtype=dtype, device="meta")
         if self._spoil and self.random.random() < 0.3:

@@ -360,7 +360,7 @@ class Solo:
 def converted(leaf: Any) -> Any:
     """A leaf as an endpoint publishes it in `CAST`."""
     strided = isinstance(leaf, torch.Tensor) and leaf.layout is torch.strided
-    if not strided or not leaf.is_floating_point() or leaf.is_quantized or leaf.is_meta:
+    if not strided or not leaf.is_floating_point() or leaf.is_meta:
         return leaf
     return leaf.detach().to(CAST)
 

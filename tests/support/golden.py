@@ -21,7 +21,7 @@ from torch.distributed.tensor import Placement, Replicate, Shard, distribute_ten
 from tests.support.states import Color, Level, Moment, Pair, Point, strided
 
 ONE, TWO, LIBRARY = 7, 12, 3
-"""The steps: by one process, and by two ranks; and one that format 3.1 has alone."""
+"""The steps: by one process, by two ranks, and one of values of the standard library."""
 
 # Written out: later versions of torch have other dtypes.
 _DTYPES = """
@@ -117,32 +117,6 @@ def _tensors() -> dict[str, Any]:
             "bsr": wide.to_sparse_bsr((2, 2)),
             "bsc": wide.to_sparse_bsc((2, 2)),
         },
-        "quantized": _quantized(),
-    }
-
-
-def _quantized() -> dict[str, torch.Tensor]:
-    """By their integers: machines round differently when they quantize."""
-    signed = [[-5, 2, 10, 1], [8, -1, 6, -2], [5, -4, 4, 11]]
-    unsigned = [[0, 2, 10, 1], [8, 0, 6, 0], [5, 0, 4, 11]]
-    stored = {torch.int8: signed, torch.uint8: unsigned, torch.int32: signed}
-    made = [
-        torch._make_per_tensor_quantized_tensor(torch.tensor(rows, dtype=dtype), 0.5, 3)
-        for dtype, rows in stored.items()
-    ]
-    by_channel = torch._make_per_channel_quantized_tensor(
-        torch.tensor([[-7, 0, 8, -1], [12, -6, 9, -8]], dtype=torch.int8),
-        torch.tensor([0.5, 0.25]).double(),
-        torch.tensor([1, 2]),
-        0,
-    )
-    four_bits = torch._empty_affine_quantized((2, 4), scale=0.5, zero_point=2, dtype=torch.quint4x2)
-    packed = torch.tensor([0x10, 0x08, 0x07, 0x06], dtype=torch.uint8)
-    torch.empty(0, dtype=torch.uint8).set_(four_bits.untyped_storage()).copy_(packed)
-    return {
-        **{str(one.dtype): one for one in made},
-        "by channel": by_channel,
-        "four bits": four_bits,
     }
 
 
@@ -187,7 +161,7 @@ def state_of_one() -> dict[str, Any]:
 
 
 def state_of_library() -> dict[str, Any]:
-    """Values of the standard library, which came with format 3.1."""
+    """Values of the standard library."""
     moment = datetime.datetime(2026, 10, 25, 2, 30, 15, 123456, fold=1)
     hour = datetime.timedelta(hours=1)
     return {

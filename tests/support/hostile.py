@@ -31,7 +31,7 @@ from torchrelay.landing.packed import unpack
 from torchrelay.landing.seam import land
 from torchrelay.record.encoding import decode, decode_at_rest
 from torchrelay.record.probing import FEW
-from torchrelay.record.schema import pack_column
+from torchrelay.record.schema import VERSION, pack_column
 
 LENGTH = 2_000_000
 P = (1 << 61) - 1  # Python hashes whole numbers modulo this
@@ -88,7 +88,7 @@ def live(tree: Any, leaves: list[Any], images: Any = ()) -> bytes:
     sizes = sorted(set(images))
     total = sum(-(-size // 16) * 16 for size in images)
     body = {
-        "version": [3, 0],
+        "version": VERSION,
         "step": 7,
         "outlines": [
             {
@@ -109,7 +109,7 @@ def live(tree: Any, leaves: list[Any], images: Any = ()) -> bytes:
 def rows(tree: Any, kinds: list[Any], count: int, numbers: Any = None) -> bytes:
     """`count` empty tensors of these kinds: dtype, shape and strides."""
     body = {
-        "version": [3, 0],
+        "version": VERSION,
         "step": 7,
         "outlines": [{"tree": tree, "leaves": count, "kinds": numbers}],
         "kinds": [[dtype, shape, None, 0] for dtype, shape, _ in kinds],
@@ -531,7 +531,7 @@ DATA = ["data", 1 << 40, 1 << 40, None, "A" * 22 + "=="]
 
 def record(**fields: Any) -> bytes:
     fields.setdefault("outlines", [outlined(["d", "dict", [], []], [])])
-    body = msgspec.json.encode({"version": [3, 0], "step": 7, **fields, "origin": ORIGIN})
+    body = msgspec.json.encode({"version": VERSION, "step": 7, **fields, "origin": ORIGIN})
     digest = xxhash.xxh3_128_hexdigest(body)
     return b'{"record":%b,"digest":"%b"}' % (body, digest.encode())
 

@@ -24,12 +24,9 @@ def by_two(rank: int, group: Any, root: str) -> None:
 def main(root: Path) -> None:
     warnings.simplefilter("ignore")
     with tr.Checkpointer(root, timeout=30, file_bytes=1024) as there:
-        if root.name == "format-3.0":
-            there.save(golden.ONE, golden.state_of_one())
-        else:
-            there.save(golden.LIBRARY, golden.state_of_library())
-    if root.name == "format-3.0":
-        run_ranks(by_two, 2, str(root))
+        there.save(golden.LIBRARY, golden.state_of_library())
+        there.save(golden.ONE, golden.state_of_one())
+    run_ranks(by_two, 2, str(root))
     with tr.Checkpointer(root, timeout=30) as there:
         for step in there.steps():
             there.verify(step)

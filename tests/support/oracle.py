@@ -177,10 +177,7 @@ def _tensor_facts(leaf: torch.Tensor, plain: torch.Tensor) -> dict[str, Any]:
         parts = plain.crow_indices(), plain.col_indices(), plain.values()
         facts["parts"] = [meant(part) for part in parts]
     else:
-        facts["flags"] = (plain.is_conj(), plain.is_neg())
         facts["strides"] = _strides(plain)
-        if plain.is_quantized:
-            facts["quantizer"] = (plain.q_scale(), plain.q_zero_point())
         if not plain.is_meta:
             facts["values"] = meant(plain)
     return facts

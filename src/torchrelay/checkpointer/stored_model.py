@@ -10,8 +10,6 @@ from torchrelay.record.rows import LeafRows
 from torchrelay.record.schema import MeshSharding, Record
 from torchrelay.state.paths import children_of
 
-_BITS = m.CONJ | m.NEG | m.META
-
 
 def stored_model(record: Record) -> dict[str, StoredTensor] | None:
     """The tensors of a step whose state is a flat dict of tensors, by name, each once: a tied one
@@ -53,7 +51,7 @@ def _empty(leaf: m.Leaf) -> StoredTensor | None:
     whole = leaf.shape if isinstance(leaf, m.DTensorLeaf) else None
     if isinstance(leaf, m.DTensorLeaf):
         leaf = leaf.local
-    if not isinstance(leaf, m.TensorLeaf) or 0 not in leaf.shape or leaf.flags & _BITS:
+    if not isinstance(leaf, m.TensorLeaf) or 0 not in leaf.shape or leaf.flags & m.META:
         return None
     if whole is not None and 0 not in whole:
         return None
@@ -71,4 +69,4 @@ def _is_whole(rows: LeafRows, row: int, stored: StoredTensor) -> bool:
             return False
     elif not rows.is_image[row]:
         return False
-    return kind.dtype == stored.dtype and not kind.flags & _BITS
+    return kind.dtype == stored.dtype

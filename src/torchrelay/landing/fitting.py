@@ -209,7 +209,7 @@ def _fitting(rows: LeafRows, there: Indices, into: PreparedDestination, here: In
 def _run_bytes(pair: Fit) -> int:
     """The bytes of a destination that is one run of memory in the order of its image; else 0."""
     part, mine, whole = pair
-    if whole is not None or (t.flags_of(mine) ^ part.flags) & (m.CONJ | m.NEG):
+    if whole is not None or any(t.lazy_bits(mine)):
         return 0
     if not (mine.is_cpu or mine.is_cuda):
         return 0

@@ -74,4 +74,4 @@ def copy_late(destination: object, source: object) -> None:
     for dim, stride in enumerate(destination.stride()):
         if stride == 0:  # expanded on both sides: one element is all
             destination, source = destination.narrow(dim, 0, 1), source.narrow(dim, 0, 1)
-    t.copy_bits(destination.detach(), source.detach())
+    t.copy_values(destination.detach(), source.detach())

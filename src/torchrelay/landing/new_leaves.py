@@ -176,11 +176,10 @@ class NewLeaves:
         owner = self._owners[images]
         if not len(rows.leaves):
             return owner
-        plain = np.array([not kind.flags & (m.CONJ | m.NEG) for kind in record.kinds], bool)
         straight = np.array([kind.strides is None for kind in record.image_kinds], bool)
         row = np.maximum(owner, 0)
         kinds, stored = rows.kinds[row], record.image_kind[images]
-        fine = (owner >= 0) & alone & rows.is_image[row] & plain[kinds] & straight[stored]
+        fine = (owner >= 0) & alone & rows.is_image[row] & straight[stored]
         return np.where(fine, kinds * len(straight) + stored, _NONE)
 
     @cached_property

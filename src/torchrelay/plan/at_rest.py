@@ -114,12 +114,8 @@ def _plain_tensors(found: Description) -> list[torch.Tensor]:
 
 
 def _bare(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor's memory as a plain tensor: no conj or neg bit, no quantizer, no gradient, and a
-    dtype that torch's planners know the size of."""
-    if tensor.is_quantized or tensor.dtype in t.OPAQUE:
+    """The tensor's memory as a plain tensor: no gradient, and a dtype that torch's planners know
+    the size of."""
+    if tensor.dtype in t.OPAQUE:
         return t.raw_of(tensor)
-    if t.flags_of(tensor) & (m.CONJ | m.NEG):
-        record = m.TensorLeaf(t.NAMES[tensor.dtype], tuple(tensor.shape), None, 0)
-        storage, at = tensor.untyped_storage(), t.byte_offset(tensor)
-        return t.over_storage(storage, at, record, tensor.stride())
     return tensor.detach()

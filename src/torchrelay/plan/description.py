@@ -90,8 +90,11 @@ class Description:
         local = self.sharded.locals.get(leaf)
         if local is not None and not t.is_plain(local):
             raise UnsupportedLeafError("the local part is not a plain strided tensor")
-        if local is not None and t.flags_of(local) & (m.CONJ | m.NEG):
-            raise UnsupportedLeafError("the local part is a conj or neg view")
+        if local is not None and any(t.lazy_bits(local)):
+            raise UnsupportedLeafError(
+                "the local part is lazily conjugated or negated: call resolve_conj() and "
+                "resolve_neg() on it first"
+            )
         if 0 in kind.shape or (local is not None and local.is_meta):
             return None
         tensor: Any = self.flat.leaves[leaf]

@@ -25,7 +25,6 @@ from torchrelay.geometry.strides import Layout, contiguous_strides, extent, over
 from torchrelay.plan.region import Region
 from torchrelay.plan.sharded import ShardedKind
 from torchrelay.record import manifest as m
-from torchrelay.record.checks.leaves import QUANTIZED
 from torchrelay.record.kinds import KindTable
 from torchrelay.record.schema import ImageKind, LeafKind
 from torchrelay.state.backing import with_memory
@@ -38,13 +37,10 @@ from torchrelay.state.tensors import (
     byte_offset,
     flags_of,
     flat_bytes,
+    resolved,
 )
 
-_STORED = {
-    NAMES[dtype]: NAMES[CARRIERS[dtype.itemsize]]
-    for dtype in NAMES
-    if dtype in OPAQUE or NAMES[dtype] in QUANTIZED
-}
+_STORED = {NAMES[dtype]: NAMES[CARRIERS[dtype.itemsize]] for dtype in OPAQUE}
 Key = tuple[str, int, int]  # kind and number of the device of a storage, and its first byte
 
 
@@ -119,7 +115,8 @@ class OddLeaves:
     """
 
     def __init__(self, tree: m.Node, *, at_rest: bool = False) -> None:
-        self.views: list[View] = []
+        self.tensors: list[torch.Tensor] = []
+        self.views: list[View] = []  # of each tensor, or of its values where it is a lazy view
         self.owners: list[TensorOwner] = []  # of each view
         self._tree, self._at_rest = tree, at_rest
         self._leaves: dict[int, m.Leaf] = {}  # with tickets for their tensors
@@ -148,6 +145,7 @@ class OddLeaves:
         if tensor.dim() > m.MAX_DIMS:
             raise UnsupportedLeafError(f"{tensor.dim()} dimensions, the cap is {m.MAX_DIMS}")
         ticket = len(self.views)
+        self.tensors.append(tensor)
         shape, strides, size = tuple(tensor.shape), tensor.stride(), tensor.element_size()
         dtype, flags = NAMES[tensor.dtype], flags_of(tensor)
         nbytes, device = extent(shape, strides) * size, tensor.device
@@ -159,9 +157,11 @@ class OddLeaves:
             elif not (tensor.is_cpu or self._at_rest):
                 flags |= m.ON_DEVICE
         else:
+            tensor = resolved(with_memory(tensor))
+            strides = tensor.stride()
             if tensor.is_contiguous():
                 strides = contiguous_strides(shape)  # torch lets those of size-1 dimensions be any
-            tensor = with_memory(tensor)
+            nbytes = extent(shape, strides) * size
             low = tensor.data_ptr()
             origin = low - byte_offset(tensor)
         key = (device.type, -1 - ticket if apart else device.index or 0, origin)
@@ -339,8 +339,6 @@ NOWHERE = ImagePlace(-1, 0, None, whole=False)  # of a tensor that has no bytes
 
 def _is_part(view: View, kind: ShardedKind, other: ShardedKind) -> bool:
     """Whether a tensor is what distributed ones of two kinds are said to have here."""
-    if view.flags & (m.CONJ | m.NEG):
-        return False
     mine = (view.dtype, kind.shape, (kind.box[0], view.shape))
     return mine == (kind.dtype, kind.shape, kind.box) == (other.dtype, other.shape, other.box)
 

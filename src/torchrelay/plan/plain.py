@@ -232,9 +232,9 @@ class _KindNumbers:
 
 
 def _kind(tensor: torch.Tensor) -> TensorKind | None:
-    # Complex tensors may be conjugated, quantized ones come with more than their bytes.
+    # Complex tensors may be conjugated.
     name, shape = NAMES.get(tensor.dtype), tuple(tensor.shape)
-    if name is None or tensor.is_complex() or tensor.is_quantized or not tensor.numel():
+    if name is None or tensor.is_complex() or not tensor.numel():
         return None
     device = tensor.device.type
     if not tensor.data_ptr() or device not in _DEVICES or not tensor.is_contiguous():

@@ -134,7 +134,7 @@ class Snapshot(Sendable):
         )
 
     def _other_versions(self) -> list[int]:
-        return versions_of([one.tensor for one in self._found.odd.views])
+        return versions_of(self._found.odd.tensors)
 
     def changed(self) -> str | None:
         now = versions_of(self._plain), self._other_versions()

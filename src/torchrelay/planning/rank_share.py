@@ -44,7 +44,7 @@ PARTIAL = "a DTensor with a partial placement takes no value: redistribute it fi
 _WIDE = 1 << 31  # more than there are boxes
 _none: Numbers = np.zeros(0, np.int64)
 _NOTHING = m.ValueLeaf("plain", None)  # in the place of leaves that are not wanted
-_HELD = (m.TensorLeaf, m.QuantizedLeaf, m.SparseLeaf, m.SubclassLeaf)
+_HELD = (m.TensorLeaf, m.SparseLeaf, m.SubclassLeaf)
 
 
 class Twins(NamedTuple):

@@ -20,7 +20,6 @@ from torchrelay.state.paths import LeafPaths
 from torchrelay.state.tree import show
 
 NONE = -1
-ODD = m.CONJ | m.NEG | m.META
 _ONE_TENSOR = (m.TensorLeaf, m.DTensorLeaf, m.ShardedLeaf)
 
 
@@ -35,16 +34,15 @@ class WholeLeaves:
         self.sources: Numbers = np.full(leaves, NONE, np.int64)
         self.facts: Numbers = np.full(leaves, NONE, np.int64)
         known = np.array([self.fact(kind.dtype, kind.shape) for kind in record.kinds], np.int64)
-        plain = np.array([not kind.flags & ODD for kind in record.kinds], bool)
         shift = 0
         for rows in ranks:
             if len(rows.kinds):
-                some = np.flatnonzero(rows.is_image & plain[rows.kinds])
+                some = np.flatnonzero(rows.is_image)
                 at = shift + rows.leaves[some]
                 self.sources[at], self.facts[at] = rows.images[some], known[rows.kinds[some]]
             for leaf, found in rows.others.items():
                 part = undistributed(found) if isinstance(found, _ONE_TENSOR) else None
-                if part is None or part.flags & ODD:
+                if part is None or part.flags & m.META:
                     continue
                 is_all = part.storage >= 0 and part.strides is None and not part.offset
                 if is_all:

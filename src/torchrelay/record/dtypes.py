@@ -18,7 +18,7 @@ MAX_TEXT = 1 << 16  # of a dtype of numpy
 ITEM_SIZES = {
     **dict.fromkeys(
         (
-            *("bool", "uint8", "int8", "qint8", "quint8", "quint4x2", "quint2x4"),
+            *("bool", "uint8", "int8"),
             *("bits8", "bits1x8", "bits2x4", "bits4x2", "float4_e2m1fn_x2", "float8_e4m3fn"),
             *("float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz", "float8_e8m0fnu"),
             *(f"{sign}int{bits}" for sign in ("", "u") for bits in range(1, 8)),
@@ -26,7 +26,7 @@ ITEM_SIZES = {
         1,
     ),
     **dict.fromkeys(("int16", "uint16", "float16", "bfloat16", "bits16"), 2),
-    **dict.fromkeys(("int32", "uint32", "float32", "complex32", "bcomplex32", "qint32"), 4),
+    **dict.fromkeys(("int32", "uint32", "float32", "complex32", "bcomplex32"), 4),
     **dict.fromkeys(("int64", "uint64", "float64", "complex64"), 8),
     "complex128": 16,
 }

@@ -10,6 +10,7 @@ from torchrelay.geometry.boxes import Numbers
 from torchrelay.geometry.numbered import Numbered
 from torchrelay.record import manifest as m
 from torchrelay.record.schema import (
+    VERSION,
     ImageKind,
     LeafKind,
     MeshSharding,
@@ -17,7 +18,6 @@ from torchrelay.record.schema import (
     Sharding,
     StateOutline,
     column_of,
-    version_of,
 )
 
 
@@ -41,7 +41,7 @@ class KindTable:
     def record(self, outlines: tuple[StateOutline, ...], kind_of: Numbers, **fields: Any) -> Record:
         """A record of outlines in these kinds, and of images of the kinds in `kind_of`."""
         return Record(
-            version=version_of(outlines, fields.get("differences", ())),
+            version=VERSION,
             outlines=outlines,
             kinds=tuple(self.leaves.found),
             images=len(kind_of),

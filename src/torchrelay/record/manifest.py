@@ -25,12 +25,11 @@ MAX_MESH_DIMS = 16
 Size = Annotated[int, Meta(ge=0, lt=MAX_SIZE)]
 Shape = Annotated[tuple[Size, ...], Meta(max_length=MAX_DIMS)]  # or strides
 Number = Annotated[int, Meta(ge=-1, lt=MAX_SIZE)]  # -1: none
-Flags = Annotated[int, Meta(ge=0, lt=1 << 31)]
+Flags = Annotated[int, Meta(ge=0, lt=1 << 5)]
 Rank = Annotated[int, Meta(ge=0, lt=MAX_RANK)]
 Int64 = Annotated[int, Meta(ge=-(1 << 63), le=(1 << 63) - 1)]
 Factory = Literal["bool", "dict", "float", "int", "list", "set", "str", "tuple"]
 FACTORIES: tuple[str, ...] = get_args(Factory)
-Scheme = Literal["per_tensor_affine", "per_channel_affine", "per_channel_affine_float_qparams"]
 
 
 class _Record(msgspec.Struct, array_like=True, frozen=True, gc=False):
@@ -72,8 +71,8 @@ Node = int | Container
 
 # Leaves.
 
-REQUIRES_GRAD, PARAMETER, CONJ, NEG, COALESCED, META = 1, 2, 4, 8, 16, 32
-ON_DEVICE = 64  # an empty tensor on a device: it has no storage that would say so
+REQUIRES_GRAD, PARAMETER, COALESCED, META = 1, 2, 4, 8
+ON_DEVICE = 16  # an empty tensor on a device: it has no storage that would say so
 
 
 class TensorLeaf(_Record, tag="t", frozen=True):
@@ -87,22 +86,6 @@ class TensorLeaf(_Record, tag="t", frozen=True):
     storage: Number
     offset: Size = 0
     flags: Flags = 0
-
-
-class QuantizedLeaf(_Record, tag="q", frozen=True):
-    """Per tensor, `scalars` are scale and zero point; per channel, `tensors` are, along an axis.
-
-    Dtypes that pack several elements into a byte are in `dtype`, with the tensor's shape; `raw` is
-    its bytes.
-    """
-
-    raw: TensorLeaf
-    scheme: Scheme
-    scalars: tuple[Value, ...] = ()
-    tensors: tuple[TensorLeaf, ...] = ()
-    axis: int = 0
-    dtype: str = ""
-    shape: Shape = ()
 
 
 class SparseLeaf(_Record, tag="s", frozen=True):
@@ -201,7 +184,6 @@ class SubclassLeaf(_Record, tag="x", frozen=True):
 
 Leaf = (
     TensorLeaf
-    | QuantizedLeaf
     | SparseLeaf
     | ArrayLeaf
     | ValueLeaf
@@ -214,7 +196,6 @@ Leaf = (
 
 # The fields of a leaf that have its strided tensors, or leaves that have some.
 _PART_FIELDS: dict[type, tuple[str, ...]] = {
-    QuantizedLeaf: ("raw", "tensors"),
     SparseLeaf: ("parts",),
     DTensorLeaf: ("local",),
     ShardedLeaf: ("shards",),

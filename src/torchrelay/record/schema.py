@@ -18,7 +18,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cached_property
-from itertools import chain
 from math import prod
 from typing import Annotated, Any, cast
 
@@ -41,13 +40,10 @@ from torchrelay.record.manifest import (
     Placement,
     Shape,
     Size,
-    SubclassLeaf,
-    ValueLeaf,
 )
 from torchrelay.steps import MAX_STEP
 
-VERSION = (3, 1)
-_FIRST = (3, 0)  # without values of the kind "object"
+VERSION = (4, 0)
 _FEW = 32  # boxes that are looked at one by one
 MAX_DEVICES = 64
 DeviceType = Annotated[str, msgspec.Meta(pattern=r"^[A-Za-z_][A-Za-z0-9_]*\Z")]
@@ -362,26 +358,6 @@ class Record(_MapRecord, frozen=True, kw_only=True):
         """Whether a planner of torch's described the containers, as it does to the DCP writer: it
         takes tuples of tensors for lists, and drops empty containers."""
         return self.origin is not None and self.origin.save_id is not None
-
-
-def version_of(
-    outlines: Sequence[StateOutline], differences: Sequence[RankDifference] = ()
-) -> tuple[int, int]:
-    """The lowest version of the format that has all kinds of leaves in these, so that libraries
-    that read no later one read what they can."""
-    leaves = chain(
-        (leaf for outline in outlines for leaf in outline.others),
-        (leaf for one in differences for _, leaf in one.leaves),
-    )
-    return VERSION if any(map(_has_objects, leaves)) else _FIRST
-
-
-def _has_objects(leaf: Leaf) -> bool:
-    if isinstance(leaf, ValueLeaf):
-        return leaf.kind == "object"
-    return isinstance(leaf, SubclassLeaf) and any(
-        map(_has_objects, (*leaf.parts, *leaf.context_leaves))
-    )
 
 
 def shape_numbers(

@@ -21,7 +21,6 @@ from torchrelay.geometry.strides import (
     packed,
 )
 from torchrelay.plan.region import Region
-from torchrelay.record.manifest import PARAMETER, REQUIRES_GRAD
 from torchrelay.state import tensors as t
 from torchrelay.state.backing import with_memory
 from torchrelay.state.boxed import BoxedTensor
@@ -124,7 +123,7 @@ class StandIns:
             return leaf.with_memory(made, self.dtype)
         if t.is_dtensor(leaf):
             return t.dtensor_like(leaf, made[0])
-        return t.with_flags(made[0], t.flags_of(leaf) & (REQUIRES_GRAD | PARAMETER))
+        return t.with_flags(made[0], t.flags_of(leaf))
 
     def _memory_for(self, local: torch.Tensor) -> torch.Tensor:
         """A tensor that stands for one that is here."""

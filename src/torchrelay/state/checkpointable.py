@@ -172,7 +172,7 @@ def checkpointable(
         t.raw_of(local).zero_()
         for at, part in zip(starts, locals_, strict=True):
             where = tuple([slice(low, low + n) for low, n in zip(at, part.shape, strict=True)])
-            t.copy_bits(local[where], part)
+            t.copy_values(local[where], part)
     made: Any = t.with_flags(local, like.flags)
     found = _Geometry(tuple(like.shape), tuple(offsets), tuple(starts), tuple(sizes))
     for name, value in found._asdict().items():

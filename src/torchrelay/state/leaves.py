@@ -14,13 +14,11 @@ import numpy as np
 import torch
 
 from torchrelay.errors import UnsupportedLeafError
-from torchrelay.geometry.strides import contiguous_strides
 from torchrelay.record import manifest as m
-from torchrelay.record.checks.leaves import SUB_BYTE, packed_bytes
 from torchrelay.record.dtypes import dtype_from_text, dtype_to_text
 from torchrelay.record.manifest import parts
 from torchrelay.record.typed import MissingZoneError, PartError, decode_typed, encode_typed
-from torchrelay.record.values import Typed, decode_value, encode_value
+from torchrelay.record.values import Typed
 from torchrelay.state import tensors as t
 from torchrelay.state.boxed import BoxedTensor
 from torchrelay.state.checkpointable import checkpointable
@@ -28,7 +26,7 @@ from torchrelay.state.dtensor_pieces import placement_records
 from torchrelay.state.hints import UNINITIALIZED
 from torchrelay.state.meshes import mesh_record
 from torchrelay.state.paths import Path, naming
-from torchrelay.state.refusals import refusal
+from torchrelay.state.refusals import QUANTIZED, refusal
 from torchrelay.state.registry import subclass_name, subclass_named
 from torchrelay.state.tree import check_types, flatten, unflatten
 
@@ -108,7 +106,7 @@ def _tensor(leaf: torch.Tensor, path: Path, add: Add) -> m.Leaf:
         if leaf.layout in t.SPARSE:
             return _sparse(leaf, add)
         if leaf.is_quantized:
-            return _quantized(leaf, add)
+            raise UnsupportedLeafError(QUANTIZED)
         raise UnsupportedLeafError("a nested, functional or transformed tensor")
     if torch.nn.parameter.is_lazy(leaf):
         raise UnsupportedLeafError(UNINITIALIZED)
@@ -127,7 +125,7 @@ def _plain_part(tensor: torch.Tensor, what: str, add: Add, apart: bool = False) 
 
 
 def _flags_of_whole(leaf: torch.Tensor) -> int:
-    return t.flags_of(leaf) & (m.REQUIRES_GRAD | m.PARAMETER)
+    return t.flags_of(leaf)
 
 
 def dtensor_leaf(tensor: t.DTensor, local: m.TensorLeaf, flags: int = 0) -> m.DTensorLeaf:
@@ -177,26 +175,6 @@ def _sparse(leaf: torch.Tensor, add: Add) -> m.SparseLeaf:
     return m.SparseLeaf(t.SPARSE[leaf.layout], tuple(leaf.shape), tickets, flags)
 
 
-def _quantized(leaf: torch.Tensor, add: Add) -> m.QuantizedLeaf:
-    packs: dict[str, Any] = {}
-    raw = leaf
-    if t.NAMES[leaf.dtype] in SUB_BYTE:
-        storage = leaf.untyped_storage()
-        packs = {"dtype": t.NAMES[leaf.dtype], "shape": tuple(leaf.shape)}
-        if storage.nbytes() != packed_bytes(**packs) or not leaf.is_contiguous():
-            raise UnsupportedLeafError(f"a view of a tensor of {leaf.dtype}")
-        raw = t.flat_bytes(storage, 0, storage.nbytes())
-        if t.flags_of(leaf):
-            raw = torch.nn.Parameter(raw, False)
-    ticket = _ticket(add(raw))
-    scheme, how = t.quantizer_of(leaf)
-    if "scale" in how:
-        scalars = (encode_value(how["scale"]), encode_value(how["zero_point"]))
-        return m.QuantizedLeaf(ticket, scheme, scalars, **packs)
-    tensors = (_ticket(add(how["scales"])), _ticket(add(how["zero_points"])))
-    return m.QuantizedLeaf(ticket, scheme, (), tensors, how["axis"], **packs)
-
-
 def _subclass(leaf: torch.Tensor, path: Path, add: Add) -> m.SubclassLeaf:
     if leaf.is_nested:
         raise UnsupportedLeafError("a nested tensor")
@@ -236,8 +214,6 @@ def check_buildable(leaf: m.Leaf) -> None:
         return
     for part in parts(leaf):
         t.dtype_named(part.dtype)
-    if isinstance(leaf, m.QuantizedLeaf) and leaf.dtype:
-        t.dtype_named(leaf.dtype)
     if isinstance(leaf, m.ValueLeaf):
         try:
             build(leaf, lambda part: torch.empty(0, device="cpu"), 0)
@@ -262,7 +238,7 @@ def build(leaf: m.Leaf, part: Part, rank: int) -> object:
     if isinstance(leaf, m.ValueLeaf):
         value = decode_typed(leaf.value)
         if leaf.kind == "dtype":
-            return t.dtype_named(str(value))
+            return t.any_dtype(str(value))
         return torch.device(str(value)) if leaf.kind == "device" else value
     if isinstance(leaf, m.SizeLeaf):
         return torch.Size(leaf.size)
@@ -279,8 +255,6 @@ def build(leaf: m.Leaf, part: Part, rank: int) -> object:
         coalesced = bool(leaf.flags & m.COALESCED)
         sparse = t.sparse(leaf.layout, [*map(part, leaf.parts)], leaf.shape, coalesced)
         return t.with_flags(sparse, leaf.flags)
-    if isinstance(leaf, m.QuantizedLeaf):
-        return _build_quantized(leaf, part)
     return _build_subclass(leaf, part, rank)
 
 
@@ -294,23 +268,6 @@ def _build_array(leaf: m.ArrayLeaf, part: Part) -> object:
     else:
         array = np.empty(leaf.shape, dtype, order=order)
     return array[()] if leaf.scalar else array
-
-
-def _build_quantized(leaf: m.QuantizedLeaf, part: Part) -> torch.Tensor:
-    if leaf.scalars:
-        scale, point = map(decode_value, leaf.scalars)
-        if not isinstance(scale, float) or not isinstance(point, int):
-            raise ValueError(f"quantized with scale {scale!r} and zero point {point!r}")
-        how: dict[str, Any] = {"scale": scale, "zero_point": point}
-    else:
-        scales, points = (part(tensor) for tensor in leaf.tensors)
-        how = {"scales": scales, "zero_points": points, "axis": leaf.axis}
-    raw, record, strides = part(leaf.raw), leaf.raw, part(leaf.raw).stride()
-    if leaf.dtype:
-        record = m.TensorLeaf(leaf.dtype, leaf.shape, None, leaf.raw.storage)
-        strides = contiguous_strides(leaf.shape)
-    built = t.quantized(raw.untyped_storage(), t.byte_offset(raw), record, strides, how)
-    return t.with_flags(built, leaf.raw.flags & m.PARAMETER)
 
 
 def _build_subclass(leaf: m.SubclassLeaf, part: Part, rank: int) -> object:

@@ -10,7 +10,6 @@ import torch
 from torchrelay.errors import UnsupportedLeafError
 from torchrelay.geometry.boxes import Box
 from torchrelay.geometry.shards import ShardPiece, size_of
-from torchrelay.record import manifest as m
 from torchrelay.state import tensors as t
 from torchrelay.state.boxed import BoxedTensor
 from torchrelay.state.dtensor_pieces import pieces_of
@@ -89,7 +88,7 @@ def tie_of(tensor: torch.Tensor) -> object:
     """
     if isinstance(tensor, BoxedTensor) and tensor.own is not None:
         places = [(one.data_ptr(), one.stride()) for one in tensor.locals_]
-        facts = tensor.own.device, tensor.dtype, t.flags_of(tensor.own) & (m.CONJ | m.NEG)
+        facts = tensor.own.device, tensor.dtype, t.lazy_bits(tensor.own)
         return (facts, tuple(tensor.shape), tensor.boxes, tuple(places)) if places else None
     if not t.is_dtensor(tensor):
         return None

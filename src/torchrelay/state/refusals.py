@@ -16,6 +16,11 @@ _BASES: dict[type, type] = {
     pathlib.PurePath: str,
 }
 
+QUANTIZED = (
+    "torch's quantized tensors are not supported: dequantize it, or put int_repr() and its scales "
+    "and zero points there as tensors (torchao's subclasses are supported)"
+)
+
 
 def refusal(leaf: object, part: object | None = None) -> str:
     """The text for a leaf of a type that is not supported, or one that has a `part` of such."""

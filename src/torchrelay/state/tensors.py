@@ -47,6 +47,7 @@ class _Names(dict[torch.dtype, str]):
         raise UnsupportedLeafError(f"{dtype} is unknown to this version of torchrelay")
 
 
+_ALL = {str(x).removeprefix("torch."): x for x in vars(torch).values() if type(x) is torch.dtype}
 NAMES: dict[torch.dtype, str] = _Names((dtype, name) for name, dtype in DTYPES.items())
 # Dtypes that torch can hold and not tell the limits of; its planners fail at these.
 OPAQUE = {dtype for name, dtype in DTYPES.items() if re.match(r"bits|u?int[1-7]$", name)}
@@ -59,6 +60,14 @@ def dtype_named(name: str) -> torch.dtype:
         return DTYPES[name]
     except KeyError:
         raise UnsupportedLeafError(f"torch {torch.__version__} has no dtype {name}") from None
+
+
+def any_dtype(name: str) -> torch.dtype:
+    """A dtype that is itself a leaf. Tensors of it need not be supported."""
+    found = _ALL.get(name)
+    if found is None:
+        raise UnsupportedLeafError(f"torch {torch.__version__} has no dtype {name}")
+    return found
 
 
 def is_plain(tensor: torch.Tensor) -> bool:
@@ -103,27 +112,46 @@ def storage_id(tensor: torch.Tensor) -> int:
 
 
 def raw_of(tensor: torch.Tensor) -> torch.Tensor:
-    """The integer view of a strided tensor's own memory, conj and neg bits set aside."""
+    """The integer view of a strided tensor's own memory, whatever its conj and neg bits are."""
     storage, size = tensor.untyped_storage(), tensor.element_size()
     return raw(storage, byte_offset(tensor), size, tensor.shape, tensor.stride())
 
 
-def copy_bits(destination: torch.Tensor, source: torch.Tensor) -> None:
-    """Copy elements bit for bit. A conj or neg bit on one side alone is made up for in the signs:
+def lazy_bits(tensor: torch.Tensor) -> tuple[bool, bool]:
+    """Whether torch reads the tensor's memory as conjugated, and as negated. Neither is part of a
+    state: what is sent and written are values."""
+    return tensor.is_complex() and tensor.is_conj(), tensor.is_neg()
+
+
+def resolved(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor, or its values in memory of their own where it is lazily conjugated or negated."""
+    if not any(lazy_bits(tensor)):
+        return tensor
+    strides = torch.empty_like(tensor, device="meta").stride()
+    made = torch.empty_strided(tensor.shape, strides, dtype=tensor.dtype, device=tensor.device)
+    copy_values(made, tensor.detach())
+    return made
+
+
+def copy_values(destination: torch.Tensor, source: torch.Tensor) -> None:
+    """Copy elements of the same dtype exactly. A conj or neg bit on one side alone changes signs:
     arithmetic would quiet NaNs."""
-    odd = (flags_of(destination) ^ flags_of(source)) & (m.CONJ | m.NEG)
+    there, here = lazy_bits(source), lazy_bits(destination)
     elements = raw_of(source)
-    if odd and not (source.is_complex() or source.is_floating_point()):
-        destination.copy_(source)
-        return
-    if odd:
+    if there != here:
+        if not (source.is_complex() or source.is_floating_point()):
+            try:
+                destination.copy_(source)
+            except RuntimeError as fault:
+                raise UnsupportedLeafError(f"a negated view of {source.dtype}: {fault}") from None
+            return
         size = source.element_size() // (2 if source.is_complex() else 1)
         flat = elements.clone(memory_format=torch.contiguous_format).reshape(-1)
         flat = flat.view(CARRIERS[size])
         sign = 0x80 if size == 1 else torch.iinfo(flat.dtype).min
-        if odd & m.NEG:
+        if there[1] != here[1]:
             flat.bitwise_xor_(sign)
-        if odd & m.CONJ:
+        if there[0] != here[0]:
             flat[1::2].bitwise_xor_(sign)
         elements = flat.view(elements.dtype).view(elements.shape)
     raw_of(destination).copy_(elements)
@@ -197,18 +225,10 @@ def flags_of(tensor: torch.Tensor) -> int:
     # Not isinstance: Parameter's metaclass makes that slow, and plain tensors are most of a state.
     if type(tensor) is not torch.Tensor and isinstance(tensor, torch.nn.Parameter):
         flags |= m.PARAMETER
-    if tensor.is_complex() and tensor.is_conj():
-        flags |= m.CONJ
-    if tensor.is_neg():
-        flags |= m.NEG
     return flags
 
 
 def with_flags(tensor: torch.Tensor, flags: int) -> torch.Tensor:
-    if flags & m.CONJ:
-        tensor = tensor.conj()
-    if flags & m.NEG:
-        tensor = private.negated(tensor)
     grad = bool(flags & m.REQUIRES_GRAD)
     if flags & m.PARAMETER:
         return torch.nn.Parameter(tensor, requires_grad=grad)
@@ -248,33 +268,6 @@ def sparse(
         warnings.simplefilter("ignore")  # torch calls compressed layouts a beta feature
         built: torch.Tensor = make(*parts, tuple(shape), layout=kind, **how)
     return built
-
-
-def quantizer_of(tensor: torch.Tensor) -> tuple[m.Scheme, dict[str, Any]]:
-    """The scheme of a quantized tensor, and its parameters as torch's factories take them."""
-    scheme: Any = str(tensor.qscheme()).removeprefix("torch.")
-    if scheme == "per_tensor_affine":
-        return scheme, {"scale": tensor.q_scale(), "zero_point": tensor.q_zero_point()}
-    scales, points = tensor.q_per_channel_scales(), tensor.q_per_channel_zero_points()
-    axis = tensor.q_per_channel_axis()
-    return scheme, {"scales": scales, "zero_points": points, "axis": axis}
-
-
-def quantized(
-    storage: torch.UntypedStorage,
-    byte_offset: int,
-    leaf: m.TensorLeaf,
-    strides: Sequence[int],
-    quantizer: dict[str, Any],
-) -> torch.Tensor:
-    dtype: Any = dtype_named(leaf.dtype)
-    make: Any = (
-        private.empty_quantized if "scale" in quantizer else private.empty_quantized_by_channel
-    )
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # that quantized tensors are deprecated is not news here
-        tensor: torch.Tensor = make(leaf.shape, dtype=dtype, device=storage.device, **quantizer)
-    return tensor.set_(storage, byte_offset // dtype.itemsize, leaf.shape, tuple(strides))
 
 
 def is_dtensor(leaf: object) -> TypeGuard[DTensor]:

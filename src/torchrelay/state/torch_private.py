@@ -44,11 +44,8 @@ NAMES = {
     "TensorMeta": _SPEC + "TensorMeta",
     "StridedShard": "torch.distributed.tensor.placement_types._StridedShard",
     # Kinds of tensors.
-    "empty_quantized": "torch._empty_affine_quantized",
-    "empty_quantized_by_channel": "torch._empty_per_channel_affine_quantized",
     "is_functional": "torch._is_functional_tensor",
     "is_functorch_wrapped": "torch._C._functorch.is_functorch_wrapped_tensor",
-    "negated": "torch._neg_view",
     # All tensors at once.
     "copy_each": "torch._foreach_copy_",
     "CompiledModule": "torch._dynamo.eval_frame.OptimizedModule",

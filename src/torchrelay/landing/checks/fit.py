@@ -9,10 +9,9 @@ from typing import Any, NamedTuple, NoReturn
 import numpy as np
 import torch
 
-from torchrelay.errors import MismatchError
+from torchrelay.errors import MismatchError, UnsupportedLeafError
 from torchrelay.record import manifest as m
 from torchrelay.record.dtypes import dtype_from_text
-from torchrelay.record.values import decode_value
 from torchrelay.state import tensors as t
 from torchrelay.state.backing import missing_memory
 from torchrelay.state.boxed import BoxedTensor
@@ -27,6 +26,7 @@ from torchrelay.state.hints import (
 from torchrelay.state.leaves import describe
 from torchrelay.state.local_parts import local_parts
 from torchrelay.state.paths import Path, naming
+from torchrelay.state.refusals import QUANTIZED
 from torchrelay.state.registry import subclass_name
 from torchrelay.state.tree import flatten
 
@@ -104,8 +104,6 @@ def _fit_tensor(leaf: m.Leaf, into: torch.Tensor) -> Iterator[Fit]:
     if t.is_sharded(into) and not isinstance(leaf, m.ShardedLeaf):
         _differ("kind", "another kind of tensor", _describe(into), WHOLE_TO_SHARDED)
     if isinstance(leaf, m.TensorLeaf):
-        if into.is_quantized:
-            _differ("kind", "a strided tensor", "a quantized tensor")
         yield from _fit_plain(leaf, into)
     elif isinstance(leaf, m.DTensorLeaf):
         if not t.is_dtensor(into):
@@ -126,8 +124,6 @@ def _fit_tensor(leaf: m.Leaf, into: torch.Tensor) -> Iterator[Fit]:
         for part, mine in zip(leaf.parts, mine_parts, strict=True):
             for pair in _fit_plain(part, mine):
                 yield pair._replace(whole=leaf)
-    elif isinstance(leaf, m.QuantizedLeaf):
-        yield from _fit_quantized(leaf, into)
     elif isinstance(leaf, m.SubclassLeaf):
         yield from _fit_subclass(leaf, into)
 
@@ -141,7 +137,9 @@ def _describe(tensor: torch.Tensor) -> str:
 
 
 def _fit_plain(part: m.TensorLeaf, into: torch.Tensor) -> Iterator[Fit]:
-    if not t.is_plain(into) and not into.is_quantized:
+    if into.is_quantized:
+        raise UnsupportedLeafError(QUANTIZED)
+    if not t.is_plain(into):
         hint = WHOLE_TO_SHARDED if t.is_dtensor(into) else ""
         if torch.nn.parameter.is_lazy(into):
             hint = UNINITIALIZED
@@ -212,20 +210,6 @@ def _fit_sharded(leaf: m.ShardedLeaf, into: torch.Tensor) -> Iterator[Fit]:
     )
     for shard, part in zip(leaf.shards, parts, strict=True):
         yield from _fit_plain(shard, part.tensor)
-
-
-def _fit_quantized(leaf: m.QuantizedLeaf, into: torch.Tensor) -> Iterator[Fit]:
-    if not into.is_quantized:
-        _differ("kind", "a quantized tensor", _describe(into))
-    scheme, how = t.quantizer_of(into)
-    _same("quantization scheme", leaf.scheme, scheme)
-    if not leaf.scalars or leaf.dtype:
-        raise MismatchError(
-            "quantized tensors with a scale a channel, or with several elements in a byte, cannot "
-            "be filled: receive them as new tensors"
-        )
-    _same("quantizer", tuple(map(decode_value, leaf.scalars)), tuple(how.values()))
-    yield from _fit_plain(leaf.raw, into)
 
 
 def _fit_subclass(leaf: m.SubclassLeaf, into: torch.Tensor) -> Iterator[Fit]:

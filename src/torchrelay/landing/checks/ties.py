@@ -20,7 +20,6 @@ from torchrelay.geometry.runs import reaching
 from torchrelay.geometry.strides import contiguous_strides, extent, overlapping, packed
 from torchrelay.landing.checks.fit import ArrayFit, Fit, Found
 from torchrelay.landing.straight import Straight
-from torchrelay.record import manifest as m
 from torchrelay.state import tensors as t
 from torchrelay.state.objects import OwnWrite
 from torchrelay.state.paths import Path
@@ -40,7 +39,7 @@ class _Claim(NamedTuple):
     strides: tuple[int, ...]
     source: int
     source_strides: tuple[int, ...]
-    flags: int  # conj and neg bits that the two sides do not share
+    flags: int  # the conj and neg bits of the destination
 
     @property
     def end(self) -> int:
@@ -141,7 +140,7 @@ def _own_claims(writes: Iterable[tuple[Path, OwnWrite]], end: int) -> Iterator[_
             (*(stride * size for stride in memory.stride()), 1),
             source,
             (*steps, 1),
-            t.flags_of(memory) & (m.CONJ | m.NEG),
+            _sign_bits(memory),
         )
         yield _Claimed(claim, (*path, write.parameter), _space(memory))
 
@@ -163,8 +162,13 @@ def _claim(pair: Fit | ArrayFit, chunks: Chunks) -> _Claim:
         (*(stride * size for stride in mine.stride()), 1),
         chunks.start_of(part.storage) + part.offset,
         (*(stride * size for stride in offered), 1),
-        (t.flags_of(mine) ^ part.flags) & (m.CONJ | m.NEG),
+        _sign_bits(mine),
     )
+
+
+def _sign_bits(memory: torch.Tensor) -> int:
+    conj, neg = t.lazy_bits(memory)
+    return conj + 2 * neg
 
 
 def _array_claim(pair: ArrayFit, chunks: Chunks) -> _Claim:

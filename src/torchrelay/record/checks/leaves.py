@@ -16,8 +16,6 @@ from torchrelay.record.values import Typed, decode_value
 
 MAX_NESTED = 16  # tensor subclasses in tensor subclasses
 SPARSE_PARTS = {"coo": 2, "csr": 3, "csc": 3, "bsr": 3, "bsc": 3}
-QUANTIZED = ("qint8", "quint8", "qint32")
-SUB_BYTE = {"quint4x2": 2, "quint2x4": 4}
 
 
 def check_leaf(leaf: m.Leaf, limits: TreeLimits, depth: int = 0) -> None:
@@ -48,13 +46,6 @@ def check_shape(shape: tuple[int, ...], strides: tuple[int, ...] | None = None) 
     return numel
 
 
-def packed_bytes(dtype: str, shape: tuple[int, ...]) -> int:
-    """Bytes of a tensor whose dtype packs several elements of a row into each byte."""
-    check_shape(shape)
-    row = shape[-1] if shape else 1
-    return prod(shape[:-1]) * -(-row // SUB_BYTE[dtype])
-
-
 def _check_value(leaf: m.ValueLeaf) -> None:
     if leaf.kind == "object":
         if not isinstance(leaf.value, Typed):
@@ -73,28 +64,6 @@ def _check_array(leaf: m.ArrayLeaf) -> None:
         raise ManifestError(f"{leaf.nbytes} bytes for {numel} items of {dtype.itemsize}")
     if (leaf.storage == -1) != (leaf.nbytes == 0):
         raise ManifestError("an array has a storage, an empty one has none")
-
-
-def _check_quantized(leaf: m.QuantizedLeaf) -> None:
-    per_tensor = leaf.scheme == "per_tensor_affine"
-    if (len(leaf.scalars), len(leaf.tensors)) != ((2, 0) if per_tensor else (0, 2)):
-        raise ManifestError(f"parameters do not fit {leaf.scheme}")
-    raw, shape = leaf.raw, leaf.raw.shape
-    if leaf.dtype:
-        shape = leaf.shape
-        if leaf.dtype not in SUB_BYTE or raw.dtype != "uint8" or raw.strides or raw.offset:
-            raise ManifestError(f"packed elements of dtype {leaf.dtype[:40]!r}")
-        if raw.shape != (packed_bytes(leaf.dtype, shape),):
-            raise ManifestError(f"{raw.shape} bytes for packed elements of shape {shape}")
-    elif raw.dtype not in QUANTIZED:
-        raise ManifestError(f"quantized elements of dtype {raw.dtype[:40]!r}")
-    for part in leaf.tensors:
-        if not 0 <= leaf.axis < len(shape) or part.shape != (shape[leaf.axis],):
-            raise ManifestError(f"a parameter a channel is needed on axis {leaf.axis}")
-        if part.dtype not in ("float32", "float64", "int64") or part.flags & ~m.ON_DEVICE:
-            raise ManifestError(f"quantization parameters of dtype {part.dtype[:40]!r}")
-    for scalar in leaf.scalars:
-        decode_value(scalar)
 
 
 def _check_sparse(leaf: m.SparseLeaf) -> None:
@@ -156,7 +125,6 @@ def _check_subclass(leaf: m.SubclassLeaf) -> None:
 _CHECKS: dict[type, Callable[[Any], None]] = {
     m.ValueLeaf: _check_value,
     m.ArrayLeaf: _check_array,
-    m.QuantizedLeaf: _check_quantized,
     m.SparseLeaf: _check_sparse,
     m.DTensorLeaf: _check_dtensor,
     m.ShardedLeaf: _check_sharded,

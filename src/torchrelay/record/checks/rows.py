@@ -23,7 +23,6 @@ _DIMS = 8
 _TOO_MUCH = 1 << 61  # so that sums of larger numbers stay in 64 bits
 # How the names of dtypes start that have gradients.
 _REAL = ("float", "bfloat", "complex", "bcomplex")
-_NEGATED = ("int8", "int16", "int32", "int64", "uint8")  # besides those
 # A leaf is all of an image if that has: a box; all of it; all of it in row-major order. A view
 # is never all of one.
 _BOX, _WHOLE, _ROW_MAJOR, _NEVER = range(4)
@@ -114,11 +113,8 @@ def _measured(kind: LeafKind) -> tuple[int, int, int]:
     """Elements of a strided tensor, bytes of each, and bytes that it reaches. Refuses flags that no
     torch tensor can have: torch would fail in the middle of a landing."""
     numel, size = check_shape(kind.shape, kind.strides), itemsize(kind.dtype)
-    real = kind.dtype.startswith(_REAL)
-    if kind.flags & m.REQUIRES_GRAD and not real:
+    if kind.flags & m.REQUIRES_GRAD and not kind.dtype.startswith(_REAL):
         raise ManifestError(f"a gradient of dtype {kind.dtype[:40]!r}")
-    if kind.flags & m.NEG and not (real or kind.dtype in _NEGATED):
-        raise ManifestError(f"a negation of dtype {kind.dtype[:40]!r}")
     strides = contiguous_strides(kind.shape) if kind.strides is None else kind.strides
     return numel, size, min(extent(kind.shape, strides) * size, _TOO_MUCH)
 
