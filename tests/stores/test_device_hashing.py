@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from torchrelay.stores.shares.device_hashing import DeviceHashing
 
 import torchrelay as tr
 from torchrelay.memory.gpu.side import settle
 from torchrelay.plan.region import Region, Stream
+from torchrelay.shares.device_hashing import DeviceHashing
 from torchrelay.stores.writer.file_writer import FileSpec
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here")
