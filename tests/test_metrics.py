@@ -253,12 +253,14 @@ def test_a_failure_is_counted_by_its_type(telemetry: Telemetry, tmp_path: Path) 
     assert "no step" in span.events[0].attributes["exception.message"]
     empty = tmp_path / "empty"
     empty.mkdir()
-    with pytest.raises(errors.NothingToRecoverError):
-        tr.recover(sources=[empty], group=False)
-    (first_start,) = failures(telemetry, "recover")
-    assert first_start == {
+    assert tr.recover(sources=[empty], group=False) is None  # a first start is no failure
+    assert failures(telemetry, "recover") == []
+    with pytest.raises(errors.RecoveryError):
+        tr.recover(sources=[empty], group=False, min_step=1)
+    (failed,) = failures(telemetry, "recover")
+    assert failed == {
         "torchrelay.operation": "recover",
-        "error.type": "NothingToRecoverError",
+        "error.type": "RecoveryError",
         "torchrelay.phase": "recover",
     }
 

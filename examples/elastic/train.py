@@ -45,15 +45,10 @@ def train(
     }
     keeper = tr.Keeper(job)
     checkpointer = tr.Checkpointer(folder, keep=tr.KeepLast(2), keeper=keeper)
-    recovered = True
-    try:
-        got = tr.recover(into=state, sources=[keeper, checkpointer])
-        state = got.state
-        if rank == 0:
-            print(got.report, flush=True)
-    except tr.errors.NothingToRecoverError:
-        # Every source is empty: the first start. Steps that cannot be read end the job instead.
-        recovered = False
+    # None at the first start. Steps that cannot be read end the job instead.
+    got = tr.recover(into=state, sources=[keeper, checkpointer])
+    if got is not None and rank == 0:
+        print(got.report, flush=True)
 
     def keep(step: int) -> None:
         state["step"] = step
@@ -70,7 +65,7 @@ def train(
         optimizer.zero_grad()
         print(f"rank {rank} step {step} loss {loss.item()!r}\n", end="", flush=True)
         keep(step)
-        if step == die_at and rank == world - 1 and not recovered:
+        if step == die_at and rank == world - 1 and got is None:
             os.kill(os.getpid(), signal.SIGKILL)
     checkpointer.close()
     keeper.end()

@@ -2,7 +2,7 @@
 
 torchrun --standalone --nproc-per-node 2 --max-restarts 3 examples/fsdp/train.py --folder run
 
-The eight lines marked `# +` are all that torchrelay needs to save in the background, to resume on
+The seven lines marked `# +` are all that torchrelay needs to save in the background, to resume on
 any number of ranks, to save when the cluster asks the job to stop (SIGTERM), and to bring the last
 step back from memory when torchrun starts the workers again.
 """
@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import os
-from contextlib import suppress
 
 import torch
 import torch.distributed as dist
@@ -55,8 +54,7 @@ def train(folder: str, job: str, steps: int, every: int) -> None:
     data = Data(rank, world)
     state = {"model": model, "optim": optim, "schedule": schedule, "ema": ema, "data": data}  # +
     ckpt = tr.Checkpointer(folder, keep=3, keeper=tr.Keeper(job))  # +
-    with suppress(tr.errors.NothingToRecoverError):  # +
-        tr.recover(into=state, sources=[ckpt.keeper, ckpt])  # +
+    tr.recover(into=state, sources=[ckpt.keeper, ckpt])  # +
     done = False
     while not done:
         points, classes = data.batch()

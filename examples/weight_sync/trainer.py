@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import time
-from contextlib import suppress
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -41,8 +40,7 @@ def train(
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     state: dict[str, Any] = {"model": model, "optimizer": optimizer, "step": 0}
     checkpointer = tr.Checkpointer(folder, keep=2, timeout=SECONDS)
-    with suppress(tr.errors.NothingToRecoverError):  # then this is the first start
-        tr.recover(into=state, sources=[checkpointer], timeout=SECONDS)
+    checkpointer.restore(state)  # nothing at the first start
 
     def version() -> dict[str, Any]:
         """What samplers get: the weights, and what they want to know about them."""

@@ -22,8 +22,7 @@
     │   ├── StepExistsError            the step is committed already, and is never overwritten
     │   ├── StepOrderError             the step is below the newest one: roll back first
     │   ├── StepNotFoundError          no such step, or none that verifies
-    │   │   └── NothingToRecoverError      every source of a recovery is empty: a first start
-    │   ├── RecoveryError              sources of a recovery have steps, and none can be used
+    │   ├── RecoveryError              steps exist, and none can be used
     │   ├── DamagedError               stored bytes differ from the written ones
     │   ├── FormatError                a step of a format that is newer than this version
     │   ├── StorageTimeoutError        the storage did not answer in time (also a TimeoutError)
@@ -164,13 +163,9 @@ class StepNotFoundError(CheckpointError, FileNotFoundError):
     """The step does not exist, or no existing step verifies."""
 
 
-class NothingToRecoverError(StepNotFoundError):
-    """Every source answered, and none has a step: this is a first start."""
-
-
 class RecoveryError(CheckpointError):
-    """Sources have steps, or may have them, and none can be used: damaged, too old, of another
-    format, or unreachable. The message has the reason for each. Do not start from step 0."""
+    """Steps exist, or may exist, and none can be used: damaged, too old, of another format, or
+    unreachable. The message has the reason for each. Do not start from step 0."""
 
 
 class DamagedError(CheckpointError):

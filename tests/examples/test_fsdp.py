@@ -1,4 +1,4 @@
-"""`examples/fsdp`: eight lines for saves, another number of ranks, preemption and a keeper."""
+"""`examples/fsdp`: seven lines for saves, another number of ranks, preemption and a keeper."""
 
 from __future__ import annotations
 
@@ -106,10 +106,10 @@ def end_keepers(job: str) -> None:
                 keeper.end()
 
 
-def test_eight_lines() -> None:
+def test_seven_lines() -> None:
     lines = EXAMPLE.read_text().splitlines()
     added = [line for line in lines if line.endswith("# +")]
-    assert len(added) == 8
+    assert len(added) == 7
     used = [line for line in lines if re.search(r"\b(tr\.|ckpt\.)|torchrelay as tr", line)]
     assert set(used) <= set(added), "no other line uses the library"
 

@@ -22,11 +22,11 @@ def resume(checkpointer: tr.Checkpointer, group: Any) -> tuple[str, int]:
     """As the guides do it: the step, or the error."""
     state: dict[str, Any] = {"w": torch.zeros(4), "step": 0}
     try:
-        state = tr.recover(into=state, sources=[checkpointer], group=group, timeout=PATIENCE).state
+        got = tr.recover(into=state, sources=[checkpointer], group=group, timeout=PATIENCE)
     except tr.RelayError as fault:
         assert state["step"] == 0 and not state["w"].any()
         return type(fault).__name__, 0
-    return "", state["step"]
+    return "" if got is not None else "a first start", state["step"]
 
 
 def start(rank: int, group: Any, root: str, lags: int) -> list[tuple[str, int]]:
@@ -50,7 +50,7 @@ def start(rank: int, group: Any, root: str, lags: int) -> list[tuple[str, int]]:
 def test_ranks_decide_together(pool2: RankPool, tmp_path: Path, lags: int) -> None:
     one, other = pool2.run(start, str(tmp_path / "run"), lags, timeout=100)
     assert one == other
-    assert one == [("NothingToRecoverError", 0), ("RecoveryError", 0), ("", 3)]
+    assert one == [("a first start", 0), ("RecoveryError", 0), ("", 3)]
 
 
 def test_no_page_or_example_has_one_rank_decide_alone() -> None:

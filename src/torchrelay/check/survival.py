@@ -62,8 +62,9 @@ def _probe(place: str, root: str) -> Finding:
         return Finding(AREA, subject, "problem", f"nothing was recovered: {fault}", remedy)
     expected = state_of(1)
     exact = all(torch.equal(into[name], expected[name]) for name in expected)
-    if found.step != 1 or not exact:
-        shown = f"step {found.step}, {'exact' if exact else 'with other values'}"
+    step = None if found is None else found.step
+    if step != 1 or not exact:
+        shown = f"step {step}, {'exact' if exact else 'with other values'}"
         remedy = "do not rely on this place until this row is ok"
         return Finding(AREA, subject, "problem", f"expected step 1, found {shown}", remedy)
     return Finding(

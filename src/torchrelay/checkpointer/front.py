@@ -18,9 +18,11 @@ from torchrelay.checkpointer.keep import Keep, checked_metrics, policy
 from torchrelay.checkpointer.preemption import Preemption
 from torchrelay.checkpointer.saver import Saver
 from torchrelay.checkpointer.share_writer import Save, ShareWriter
+from torchrelay.coordination.call import Call
 from torchrelay.coordination.coordinator import Coordinator
 from torchrelay.deadlines import Deadline, Timeout, seconds_of
-from torchrelay.errors import UsageError
+from torchrelay.errors import RecoveryError, StepNotFoundError, UsageError
+from torchrelay.loading.first_start import has_steps
 from torchrelay.loading.loader import Loader, LoadRequest
 from torchrelay.memory.bounded import bounded
 from torchrelay.owner import Owner, close_at_exit
@@ -246,29 +248,81 @@ class Checkpointer:
         new. `atomic=False` reads once instead of twice and raises `TornStateError` if it cannot
         finish. `verify=False` checks no digests.
         """
+        request = LoadRequest(
+            into,
+            step,
+            strict=strict,
+            key=key,
+            include=include,
+            verify=verify,
+            atomic=atomic,
+            device=device,
+            progress=progress,
+        )
         with self._exclusive():
-            request = LoadRequest(
-                into,
-                step,
-                strict=strict,
-                key=key,
-                include=include,
-                verify=verify,
-                atomic=atomic,
-                device=device,
-                progress=progress,
-            )
-            call, deadline = self._ranks.call("load"), self._deadline(timeout)
-            # In a round: a failure that another rank has seen may be unseen here.
-            call.together("begin", self._saver.raise_unseen, deadline)
-            loader = Loader(self.source(), self._ranks)
-            with self._ranks.measured("load", request.step) as measured:
-                try:
-                    loaded = loader.load(call, request, deadline)
-                finally:
-                    self._catalog.note_damaged(loader.damaged)
-                measured.end(loaded.report)
-            return loaded
+            call, deadline = self._reading("load", timeout)
+            return self._load(call, request, deadline)
+
+    def restore(
+        self,
+        state: object,
+        *,
+        key: str | None = None,
+        include: str | Iterable[str] = (),
+        strict: bool = True,
+        verify: bool = True,
+        atomic: bool = True,
+        timeout: Timeout | None = None,
+        progress: ProgressCallback | None = None,
+    ) -> int | None:
+        """All ranks call it together: bring the newest step back into `state`, on all of them.
+
+        Returns the step; None on every rank where there is none, which is a first start. Rank 0
+        says which steps there are, and waits for ranks whose file system shows them later. Objects,
+        tensors and values of `state` are written in place, as by `load`, whose arguments these are.
+        Raises `RecoveryError` where steps exist, or something looks like one, and none can be used.
+        """
+        request = LoadRequest(
+            state,
+            key=key,
+            include=include,
+            strict=strict,
+            verify=verify,
+            atomic=atomic,
+            progress=progress,
+        )
+        if state is None:
+            raise UsageError("restore fills a state that exists: give it, or call load()")
+        with self._exclusive():
+            call, deadline = self._reading("restore", timeout)
+            try:
+                if not has_steps(self.source(), self._ranks.rank, call, deadline):
+                    return None
+                return self._load(call, request, deadline).step
+            except StepNotFoundError as fault:
+                raise RecoveryError(
+                    f"{fault.message}: repair or remove it, and do not start at step 0",
+                    rank=fault.rank,
+                    phase="restore",
+                    file=fault.file,
+                ) from fault
+
+    def _reading(self, verb: str, timeout: Timeout | None) -> tuple[Call, Deadline]:
+        """A call that reads, after its first round: no rank has a failed save unseen."""
+        call, deadline = self._ranks.call(verb), self._deadline(timeout)
+        # In a round: a failure that another rank has seen may be unseen here.
+        call.together("begin", self._saver.raise_unseen, deadline)
+        return call, deadline
+
+    def _load(self, call: Call, request: LoadRequest, deadline: Deadline) -> Loaded:
+        loader = Loader(self.source(), self._ranks)
+        with self._ranks.measured("load", request.step) as measured:
+            try:
+                loaded = loader.load(call, request, deadline)
+            finally:
+                self._catalog.note_damaged(loader.damaged)
+            measured.end(loaded.report)
+        return loaded
 
     # Managing steps.
 
@@ -278,7 +332,7 @@ class Checkpointer:
 
     def latest(self) -> int | None:
         """The newest committed step that is intact, as this rank sees it: see `holds`. Another rank
-        may not see it yet; all decide together whether to resume with `recover`."""
+        may not see it yet; all decide together whether to resume with `restore`."""
         return self._bounded("look for the newest step", self._catalog.latest)
 
     def record(self, step: int) -> Record:

@@ -116,15 +116,14 @@ class KeptSteps:
         )
 
     def recover(self, job: ShardedJob) -> Brought:
-        try:
-            got = tr.recover(
-                into=job.live_state(),
-                sources=[self.keeper, self._checkpointer],
-                group=dist.group.WORLD,
-                timeout=self._plan.patience,
-            )
-        except tr.errors.NothingToRecoverError as nothing:
-            return Brought(0, {}, nothing.message)
+        got = tr.recover(
+            into=job.live_state(),
+            sources=[self.keeper, self._checkpointer],
+            group=dist.group.WORLD,
+            timeout=self._plan.patience,
+        )
+        if got is None:
+            return Brought(0, {}, "no source has a step: this is a first start")
         job.take(got.state)
         return Brought(got.step or 0, got.report.seconds, str(got.report))
 

@@ -109,15 +109,21 @@ class RelayStates:
         the step."""
         step = None if input_dir is None else _step_in(input_dir)
         loaded = self.checkpointer.load(self._state(), step=step).step
-        if self._counters.loaded_within:
-            # Reading the loader up to the next batch may draw random numbers again. At the start
-            # of an epoch it draws them for the first time.
-            set_at_first_forward(RandomState().state_dict(), self._accelerator._models)
+        self._set_random()
         return loaded
 
     def resume(self) -> int | None:
         """Load the newest step that verifies, if there is any; None: this is the first start."""
-        return None if newest_step(self.checkpointer) is None else self.load()
+        restored = self.checkpointer.restore(self._state())
+        if restored is not None:
+            self._set_random()
+        return restored
+
+    def _set_random(self) -> None:
+        if self._counters.loaded_within:
+            # Reading the loader up to the next batch may draw random numbers again. At the start
+            # of an epoch it draws them for the first time.
+            set_at_first_forward(RandomState().state_dict(), self._accelerator._models)
 
     def _state(self) -> dict[str, Any]:
         accelerator = self._accelerator

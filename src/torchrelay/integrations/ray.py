@@ -15,7 +15,6 @@ from typing import Any, Literal
 from torchrelay.checkpointer.front import Checkpointer
 from torchrelay.errors import CheckpointError, DamagedError, StepNotFoundError, UsageError
 from torchrelay.integrations.extras import extra
-from torchrelay.integrations.resume import newest_step
 from torchrelay.pending import Pending
 from torchrelay.stores.locate import split_step
 
@@ -61,7 +60,8 @@ class RelayReports:
         with the metrics that they were saved with, so that Ray knows of all that it is to remove.
         """
         known = ray.train.get_checkpoint()
-        if newest_step(self.checkpointer) is None:
+        step = self.checkpointer.restore(state, include=tuple(state))
+        if step is None:
             if known is not None:
                 raise StepNotFoundError(
                     f"Ray's newest checkpoint is {known.path}, and {self.checkpointer.url} has no "
@@ -69,10 +69,9 @@ class RelayReports:
                     file=known.path,
                 )
             return None
-        step = self.checkpointer.load(state, include=tuple(state)).step
         reported = None if known is None else split_step(known.path)[1]
         steps, last = self.checkpointer.steps(), -1 if reported is None else reported
-        for one in [one for one in steps if step is not None and last < one <= step]:
+        for one in [one for one in steps if last < one <= step]:
             try:
                 metrics = self.checkpointer.load(step=one, key=_METRICS).state
             except DamagedError as fault:

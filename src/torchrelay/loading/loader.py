@@ -118,7 +118,7 @@ class Loader:
 
     def _load(self, call: Call, request: LoadRequest, deadline: Deadline) -> Loaded:
         torn: RelayError | None = None
-        unseen = _Wait()
+        unseen = Wait()
         todo = self._find(call, request.step, deadline)
         while todo:
             step = todo.pop(0)
@@ -210,7 +210,7 @@ class Loader:
             self._opened.close()
             self._opened = None
 
-    def _has_moved(self, call: Call, step: int, unseen: _Wait, deadline: Deadline) -> bool:
+    def _has_moved(self, call: Call, step: int, unseen: Wait, deadline: Deadline) -> bool:
         """Whether a step that could not be loaded was removed, or replaced by another save: then it
         is not damaged. The same, after a pause, if a rank does not see yet what the coordinator
         sees; `CheckpointError` if it does not for long."""
@@ -351,7 +351,7 @@ class Loader:
         warnings.warn(text, RuntimeWarning, stacklevel=5)
 
 
-class _Wait:
+class Wait:
     """Looks for a step that some rank does not see yet."""
 
     def __init__(self) -> None:

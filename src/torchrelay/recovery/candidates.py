@@ -36,7 +36,9 @@ class Candidates:
         self._newest: list[int | None] = [None] * len(sources)
         self._reasons: list[list[str]] = [[] for _ in sources]
         self._stale = [0] * len(sources)  # steps of each that are too old
-        self.empty = True  # whether every source could be asked, and has no step
+        # Whether every source could be asked, and has no step. A caller that names a lowest step
+        # says that there is one.
+        self.empty = min_step is None
         self._given: MendedStep | None = None  # the step that was opened last
 
     def ask(self, deadline: Deadline) -> None:

@@ -18,7 +18,6 @@ from torchrelay.endpoint.reshare.swarm import SeedingSource, can_be_seeded
 from torchrelay.errors import (
     FormatError,
     MismatchError,
-    NothingToRecoverError,
     RecoveryError,
     RelayError,
     StateError,
@@ -28,7 +27,7 @@ from torchrelay.errors import (
 from torchrelay.loading.loader import Loader
 from torchrelay.memory import threads
 from torchrelay.recovery.candidates import Candidates, ChosenStep
-from torchrelay.results import Loaded, Outcome
+from torchrelay.results import Loaded, Outcome, Report
 from torchrelay.sources.access import Access
 from torchrelay.sources.places import Place, as_source
 from torchrelay.steps import check_step
@@ -36,6 +35,7 @@ from torchrelay.steps import check_step
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
+FIRST_START = "no source has a step: this is a first start"
 SHARE = 0.6  # of the time that is left, which an attempt may take where there are others
 
 
@@ -64,8 +64,8 @@ def recover(
     reshare: bool = False,
     timeout: Timeout = 300.0,
     **landing: Unpack[PullOptions],
-) -> Loaded:
-    """Bring a state back from the freshest source that verifies.
+) -> Loaded | None:
+    """Bring a state back from the freshest source that verifies; None if this is a first start.
 
     All sources list their steps at the same time. The newest step is taken from the nearest source
     that has it: memory of this machine, then a network, a file system, a bucket; of several, the
@@ -87,11 +87,11 @@ def recover(
     - `landing`: `strict`, `key`, `include`, `atomic`, `device`, `verify`, `progress`, as
       `PullOptions` describes them.
 
-    Raises `NothingToRecoverError` if every source answered and none has a step: this is a first
-    start. Raises `RecoveryError` if sources have steps that cannot be used, or cannot be reached,
-    and for a place without steps in which something looks like one (a step's own directory, a
-    checkpoint of another tool): the message has the path that was probably meant. A source whose
-    state does not fit `into` is skipped with a warning; `MismatchError` if no other
+    It is a first start if every source answered and none has a step, on any rank; with `min_step`
+    that is an error, too. Raises `RecoveryError` if sources have steps that cannot be used, or
+    cannot be reached, and for a place without steps in which something looks like one (a step's own
+    directory, a checkpoint of another tool): the message has the path that was probably meant. A
+    source whose state does not fit `into` is skipped with a warning; `MismatchError` if no other
     fits. Each message has the reason for each source.
     """
     check_options(landing)
@@ -110,7 +110,7 @@ def recover(
     try:
         with ranks.measured("recover") as measured:
             loaded = recovery.run()
-            measured.end(loaded.report)
+            measured.end(Report(None, 0) if loaded is None else loaded.report)
         return loaded
     finally:
         for source in used:
@@ -145,7 +145,7 @@ class _Recovery:
         self._misfit: MismatchError | None = None
         self.reason, self.nbytes = "it was interrupted", 0
 
-    def run(self) -> Loaded:
+    def run(self) -> Loaded | None:
         call = self._all.call("recover")
         # A state that a rank shares with the others can be found once it has come here.
         call.round("gather", lambda: b"", lambda said: said, self._deadline)
@@ -153,6 +153,9 @@ class _Recovery:
             self._candidates.ask(self._deadline)
         while True:
             step = self._agree(call)
+            if step is None:
+                self.reason = FIRST_START
+                return None
             try:
                 loaded = self._try(call, step)
             except RelayError as fault:
@@ -180,9 +183,9 @@ class _Recovery:
             warnings.warn(f"{fault.message}; it is skipped", RuntimeWarning, stacklevel=5)
         self._candidates.pass_over(step, fault)
 
-    def _agree(self, call: Call) -> int:
-        """The newest step that every rank can get. `FormatError` where that is older than one which
-        a later version wrote."""
+    def _agree(self, call: Call) -> int | None:
+        """The newest step that every rank can get; None for a first start. `FormatError` where that
+        is older than one which a later version wrote."""
         accounts = "\n".join(f"  {one}" for one in self._candidates.attempts())
         steps = [] if self._deadline.passed else self._candidates.steps()
         mine = _Said(steps, accounts, self._candidates.empty)
@@ -191,8 +194,8 @@ class _Recovery:
         word = msgspec.msgpack.encode(mine)
         try:
             heard = call.round("recover", lambda: word, _decide, self._deadline)
-            step = int(msgspec.msgpack.decode(heard, type=int))
-            if self._unknown is not None and step < self._unknown[0]:
+            step = msgspec.msgpack.decode(heard, type=int | None)
+            if self._unknown is not None and step is not None and step < self._unknown[0]:
                 raise self._unknown[1]
         except RelayError as fault:
             if self._unknown is not None and isinstance(fault, RecoveryError):
@@ -228,11 +231,14 @@ class _Recovery:
 
 
 def _decide(said: list[bytes]) -> list[bytes]:
-    """The coordinator's: the newest step that all ranks can get, or why there is none."""
+    """The coordinator's: the newest step that all ranks can get, None if no rank has a source with
+    a step, or why none can be used."""
     ranks = [_said.decode(data) for data in said]
     common = set(ranks[0].steps).intersection(*(rank.steps for rank in ranks))
     if common:
         return [msgspec.msgpack.encode(max(common))] * len(said)
+    if all(rank.empty for rank in ranks):
+        return [msgspec.msgpack.encode(None)] * len(said)
     misfit = next((rank for rank in ranks if rank.misfit), None)
     if misfit is not None:
         raise MismatchError(misfit.misfit, step=misfit.misfit_step, phase="recover")
@@ -240,8 +246,5 @@ def _decide(said: list[bytes]) -> list[bytes]:
         f"\n{f' rank {number}:' + chr(10) if len(ranks) > 1 else ''}{rank.accounts}"
         for number, rank in enumerate(ranks)
     )
-    if all(rank.empty for rank in ranks):
-        text = "no source has a step: this is a first start, begin at step 0"
-        raise NothingToRecoverError(text + accounts, phase="recover")
     text = "no step can be used: make a source available, or give the job another one"
     raise RecoveryError(text + accounts, phase="recover")

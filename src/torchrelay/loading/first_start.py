@@ -1,0 +1,47 @@
+"""Whether a source has a step, as all ranks of a call see it: otherwise it is a first start.
+
+The listing of the coordinator decides. Where another rank sees a step that the coordinator does
+not, the coordinator's file system lags, and a job that began at step 0 would train on top of it.
+"""
+
+from __future__ import annotations
+
+from torchrelay.coordination.call import Call
+from torchrelay.deadlines import Deadline
+from torchrelay.errors import CheckpointError, RelayError
+from torchrelay.loading.loader import Wait
+from torchrelay.sources.seam import Source
+
+_SEEN, _LATE = b"seen", b"late"
+
+
+def has_steps(source: Source, rank: int, call: Call, deadline: Deadline) -> bool:
+    """The same on every rank. Raises on all ranks if the coordinator cannot list the steps, and
+    `CheckpointError` if it does not see for long what another rank sees."""
+    late = Wait()
+
+    def mine() -> bytes:
+        try:
+            return _SEEN if source.steps(deadline) else b""
+        except RelayError:
+            if rank == 0:
+                raise
+            return b""  # its own listing decides nothing: it may lag
+
+    def decide(said: list[bytes]) -> list[bytes]:
+        other = next((number for number, one in enumerate(said) if one), 0)
+        if said[0] or not other:
+            return [said[0]] * len(said)
+        if not late.lasts(deadline):
+            raise CheckpointError(
+                f"rank {other} sees steps in {source.name}, and rank 0 does not: is it on a shared "
+                "file system?",
+                rank=0,
+                phase="look",
+                file=source.name,
+            )
+        return [_LATE] * len(said)
+
+    while (found := call.round("look", mine, decide, deadline)) == _LATE:
+        late.pause()
+    return found == _SEEN
