@@ -12,16 +12,16 @@ from torchrelay.errors import UsageError
 Item = TypeVar("Item")
 
 
-def items_of(name: str, given: Item | Iterable[Item], kind: type[Item], word: str) -> list[Item]:
+def items_of(name: str, value: Item | Iterable[Item], kind: type[Item], word: str) -> list[Item]:
     """Returns the items as a list; `UsageError` for anything else."""
-    if isinstance(given, kind):
-        return [given]
+    if isinstance(value, kind):
+        return [value]
     try:
-        items = list(given)  # type: ignore[arg-type]
+        items = list(value)  # type: ignore[arg-type]
     except TypeError:  # also of a tensor without dimensions, which looks like an Iterable
         items = None
     if items is None or not all(isinstance(item, kind) for item in items):
-        raise UsageError(f"{name} is {word}, or several in a list, not {given!r}")
+        raise UsageError(f"{name} is {word}, or several in a list, not {value!r}")
     return items
 
 

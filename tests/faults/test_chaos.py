@@ -17,7 +17,7 @@ import pytest
 from tests.keeper.jobs import end_keepers, is_running
 from tests.support.netns import Switch, Unavailable, enter_host
 from torchrelay.demo.job import Settings
-from torchrelay.demo.launcher import Heard
+from torchrelay.demo.launcher import WorkerMessage
 from torchrelay.demo.story import Story, TrainingRun
 from torchrelay.demo.worker import KeptByWorker, Plan, Site
 
@@ -129,14 +129,16 @@ class Chaos(Story):
         self._floor = self.safe
         super()._start_again()
 
-    def _is_end(self, heard: Heard) -> bool:
-        if heard.word == "kept":
-            self.note(heard.rank, heard.value[1])
-        if heard.word == "failed":
-            self.say(f"worker {heard.rank}: {heard.value.strip().splitlines()[-1][:300]}")
-        if heard.word == "recovered" and heard.value.step < self._floor:
-            self.lost.append(f"step {heard.value.step} after {self._floor}: {heard.value.told}")
-        return super()._is_end(heard)
+    def _is_end(self, message: WorkerMessage) -> bool:
+        if message.word == "kept":
+            self.note(message.rank, message.value[1])
+        if message.word == "failed":
+            self.say(f"worker {message.rank}: {message.value.strip().splitlines()[-1][:300]}")
+        if message.word == "recovered" and message.value.step < self._floor:
+            self.lost.append(
+                f"step {message.value.step} after {self._floor}: {message.value.summary}"
+            )
+        return super()._is_end(message)
 
 
 def settings(steps: int) -> Settings:

@@ -64,8 +64,8 @@ def _prefixed(store: Any) -> Any:
 
 
 def _arguments(plan: CheckPlan) -> list[str]:
-    given = {"--folder": plan.folder, "--bucket": plan.bucket}
-    return [word for name, value in given.items() if value is not None for word in (name, value)]
+    options = {"--folder": plan.folder, "--bucket": plan.bucket}
+    return [word for name, value in options.items() if value is not None for word in (name, value)]
 
 
 def _show(ranks: Ranks, rows: Sequence[report.Finding], json: bool) -> int:

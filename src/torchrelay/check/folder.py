@@ -61,9 +61,9 @@ def _probe(ranks: Ranks, place: Path, folder: Path) -> list[Finding]:
     if ranks.rank == 0:
         facts = operations(place)
     begun = ranks.gather("folder/operations", facts, PHASE_SECONDS)[0] or {}
-    late = _wait_until(lambda: "renamed" in _names(place), VISIBLE_SECONDS)
-    whole = late is not None and _reads_whole(place / "renamed" / "content")
-    lists = ranks.gather("folder/lists", [late, whole], PHASE_SECONDS)
+    delay = _wait_until(lambda: "renamed" in _names(place), VISIBLE_SECONDS)
+    whole = delay is not None and _reads_whole(place / "renamed" / "content")
+    lists = ranks.gather("folder/lists", [delay, whole], PHASE_SECONDS)
     return judge(str(folder), seen, begun, lists)
 
 
@@ -145,7 +145,7 @@ def judge(
 
 
 def _listings(lists: Sequence[Sequence[Any] | None], reported: bool) -> list[Finding]:
-    late = {rank: one[0] for rank, one in enumerate(lists) if one is not None}
+    delays = {rank: one[0] for rank, one in enumerate(lists) if one is not None}
     torn = [rank for rank, one in enumerate(lists) if one and one[0] is not None and not one[1]]
     rows = []
     if torn:
@@ -160,7 +160,7 @@ def _listings(lists: Sequence[Sequence[Any] | None], reported: bool) -> list[Fin
             )
         )
     stale = {
-        rank: delay for rank, delay in late.items() if delay is None or delay > CURRENT_SECONDS
+        rank: delay for rank, delay in delays.items() if delay is None or delay > CURRENT_SECONDS
     }
     if stale and not reported:
         worst = [delay for delay in stale.values() if delay is not None]
@@ -177,7 +177,7 @@ def _listings(lists: Sequence[Sequence[Any] | None], reported: bool) -> list[Fin
             )
         )
     elif not reported:
-        worst_delay = max((delay for delay in late.values() if delay is not None), default=0.0)
+        worst_delay = max((delay for delay in delays.values() if delay is not None), default=0.0)
         rows.append(
             Finding(AREA, "listings", "ok", f"current within {max(worst_delay, 0.01):.2g} s")
         )

@@ -137,12 +137,13 @@ def _names(known: dict[int, dict[str, Any]]) -> Finding:
 def _clocks(known: dict[int, dict[str, Any]], clocks: dict[int, float]) -> Finding:
     spread = max(clocks.values(), default=0.0) - min(clocks.values(), default=0.0)
     if spread > CLOCK_SECONDS:
-        late = min(clocks, key=lambda rank: clocks[rank])
+        earliest = min(clocks, key=lambda rank: clocks[rank])
+        host = known[earliest]["host"]
         return Finding(
             AREA,
             "clocks",
             "problem",
-            f"{spread:.0f} s apart; the earliest is that of {known[late]['host']} (rank {late})",
+            f"{spread:.0f} s apart; the earliest is that of {host} (rank {earliest})",
             "synchronise the clocks (chrony, ntpd): `max_age=` of recover compares them",
         )
     return Finding(AREA, "clocks", "ok", f"within {max(spread, 0.1):.1f} s")

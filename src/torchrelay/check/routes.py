@@ -23,7 +23,7 @@ from torchrelay.transports.routes.choice import ALWAYS
 AREA = "routes"
 NBYTES = 64 << 20
 CALL_SECONDS = 20.0
-FAR_BELOW = 10  # times below the limit is slow: the library's own cost is well within it ...
+SLOW_FACTOR = 10  # times below the limit is slow: the library's own cost is well within it ...
 FIXED_SECONDS = 0.5  # ... and this much more may pass on a machine that does other things, too
 TIMES = 3
 HOST_ROUTES = ("memory", "tcp")
@@ -135,7 +135,7 @@ def judge(
                     "run both hosts through a memory test, and name a route with verify=True",
                 )
             )
-        elif limit and speed * FAR_BELOW < limit and facts["seconds"] > FIXED_SECONDS:
+        elif limit and speed * SLOW_FACTOR < limit and facts["seconds"] > FIXED_SECONDS:
             rows.append(
                 Finding(AREA, shown, "slow", text, "is this machine busy? run the check again")
             )

@@ -32,7 +32,7 @@ class LaunchError(Exception):
     """The job did not come to its end in time, or failed again and again."""
 
 
-class Heard(NamedTuple):
+class WorkerMessage(NamedTuple):
     """A message of a worker, with its time; `ended` if the worker's process has ended."""
 
     rank: int
@@ -64,7 +64,7 @@ class Launcher:
             self._ranks[ours] = rank
         self.starts += 1
 
-    def hear(self, seconds: float) -> list[Heard]:
+    def receive(self, seconds: float) -> list[WorkerMessage]:
         """Messages of workers; waits for the first one at most `seconds`."""
         found = []
         ready: Any
@@ -75,12 +75,12 @@ class Launcher:
             except (EOFError, OSError):
                 del self._ranks[ready]
                 ready.close()
-                found.append(Heard(rank, "ended", time.monotonic(), None))
+                found.append(WorkerMessage(rank, "ended", time.monotonic(), None))
                 continue
             if word == "keeper":
                 self.keepers[self.hosts[rank]] = value
             else:
-                found.append(Heard(rank, word, when, value))
+                found.append(WorkerMessage(rank, word, when, value))
         return found
 
     def kill(self, rank: int, number: int | None = None) -> None:
@@ -102,15 +102,15 @@ class Launcher:
                 self.kill(rank)
         self.kill_keeper(host)
 
-    def stop(self) -> list[Heard]:
+    def stop(self) -> list[WorkerMessage]:
         """End all workers, as a launcher does when one of them has died; what they had still
         said."""
         for rank, process in enumerate(self._processes):
             self.kill(rank)
             process.join(10)
-        found: list[Heard] = []
+        found: list[WorkerMessage] = []
         while self._ranks:
-            found += self.hear(1.0)
+            found += self.receive(1.0)
         self._processes = []
         return found
 

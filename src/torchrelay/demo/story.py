@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Literal, NamedTuple
 
-from torchrelay.demo.launcher import Heard, Launcher, LaunchError
+from torchrelay.demo.launcher import Launcher, LaunchError, WorkerMessage
 from torchrelay.demo.worker import Brought, Plan
 
 PAUSE = 0.05  # seconds between two looks at what happens by time
@@ -38,7 +38,7 @@ class Comeback:
 
     def end(self, first_step: float) -> None:
         back, brought = max(self.brought.values(), key=lambda one: one[0])
-        self.back_at, self.told = brought.step, brought.told  # the step that was brought back
+        self.back_at, self.summary = brought.step, brought.summary  # the step that was brought back
         ready = max(self.ready.values(), default=self.noticed)
         verify = brought.seconds.get("verify", 0.0)
         land = brought.seconds.get("land", 0.0) + brought.seconds.get("commit", 0.0)
@@ -96,7 +96,7 @@ class Story:
                 left = end - time.monotonic()
                 if left <= 0:
                     raise LaunchError(f"not over in {seconds:g} s: {self._failures[-1:]}")
-                ends = [self._is_end(one) for one in self.launcher.hear(min(left, PAUSE))]
+                ends = [self._is_end(one) for one in self.launcher.receive(min(left, PAUSE))]
                 if any(ends):
                     self._start_again()
                 self.tick()
@@ -110,34 +110,34 @@ class Story:
         if self._kills and self._kills[0].step <= self._last and self._trouble is None:
             self._disturb(self._kills.pop(0))
 
-    def _is_end(self, heard: Heard) -> bool:
-        """Take in what was heard; whether a worker has died."""
+    def _is_end(self, message: WorkerMessage) -> bool:
+        """Note a message; returns whether a worker has died."""
         trouble = self._trouble
-        if heard.word == "ready" and trouble is not None:
-            trouble.ready[heard.rank] = heard.time
-        elif heard.word == "recovered" and trouble is not None:
-            trouble.brought[heard.rank] = heard.time, heard.value
-        elif heard.word == "loss":
-            self._loss(heard)
-        elif heard.word == "kept":
-            self._step(heard)
-        elif heard.word == "done":
-            self.run.weights[heard.rank] = heard.value
-        elif heard.word == "failed":
-            self._failures.append(heard.value)
-        return heard.word in ("ended", "failed") and heard.rank not in self.run.weights
+        if message.word == "ready" and trouble is not None:
+            trouble.ready[message.rank] = message.time
+        elif message.word == "recovered" and trouble is not None:
+            trouble.brought[message.rank] = message.time, message.value
+        elif message.word == "loss":
+            self._loss(message)
+        elif message.word == "kept":
+            self._step(message)
+        elif message.word == "done":
+            self.run.weights[message.rank] = message.value
+        elif message.word == "failed":
+            self._failures.append(message.value)
+        return message.word in ("ended", "failed") and message.rank not in self.run.weights
 
-    def _loss(self, heard: Heard) -> None:
-        step, loss = heard.value
-        known = self.run.losses.setdefault(step, {}).setdefault(heard.rank, loss)
+    def _loss(self, message: WorkerMessage) -> None:
+        step, loss = message.value
+        known = self.run.losses.setdefault(step, {}).setdefault(message.rank, loss)
         if known != loss:
             self.run.differing.append(step)
 
-    def _step(self, heard: Heard) -> None:
+    def _step(self, message: WorkerMessage) -> None:
         """A rank has done a step, and kept it."""
-        step, trouble = heard.value[0], self._trouble
+        step, trouble = message.value[0], self._trouble
         if trouble is not None and step > trouble.step and trouble.brought:
-            trouble.end(heard.time)
+            trouble.end(message.time)
             self.run.comebacks.append(trouble)
             self._trouble = None
         self._tries = 0 if step > self._last else self._tries
@@ -166,8 +166,8 @@ class Story:
         if self._trouble is None or self._trouble.brought:
             self._trouble = Comeback(None, self._last)
         self._trouble.noticed = time.monotonic()
-        for heard in self.launcher.stop():
-            if heard.word == "loss":
-                self._loss(heard)
+        for message in self.launcher.stop():
+            if message.word == "loss":
+                self._loss(message)
         self._on_event("all workers are ended and started again")
         self.launcher.start()

@@ -91,7 +91,7 @@ class Brought(NamedTuple):
 
     step: int
     seconds: dict[str, float]
-    told: str
+    summary: str
 
 
 class KeptByWorker(NamedTuple):
