@@ -7,9 +7,9 @@ from collections.abc import Iterator
 import pytest
 
 from torchrelay.endpoint.server.messages import FinishPublish, Listen, Show, StepRecord, Volume
-from torchrelay.endpoint.server.program import TwoSlots
 from torchrelay.endpoint.server.service import Service
 from torchrelay.endpoint.server.step_server import StepServer
+from torchrelay.endpoint.server.two_slots import TwoSlots
 from torchrelay.memory.sealed import sealed_memory
 from torchrelay.sources.access import Access
 

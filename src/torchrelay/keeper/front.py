@@ -11,7 +11,8 @@ import msgspec
 from torchrelay.coordination.coordinator import Coordinator
 from torchrelay.deadlines import Deadline, Timeout, seconds_of
 from torchrelay.endpoint.address import Address
-from torchrelay.endpoint.publish.publisher import Publisher, StagedStep
+from torchrelay.endpoint.publish.publisher import Publisher
+from torchrelay.endpoint.publish.show_rounds import StagedStep
 from torchrelay.endpoint.server import messages as m
 from torchrelay.errors import EndpointError, UsageError
 from torchrelay.keeper.process import ASK_SECONDS, KeeperName, KeeperProcess
@@ -256,5 +257,5 @@ def lend(
         _, staged = publisher.publish_planned(lambda _: planned, step, deadline)
         if staged is None:
             return None
-        arena = publisher.arenas[staged.slot]
+        arena = publisher.memory_of(staged)
         return LentSlot(keeper._server, arena, staged, deadline.left())

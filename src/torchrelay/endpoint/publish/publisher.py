@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import msgspec
 
@@ -20,24 +20,23 @@ from torchrelay.coordination.coordinator import COORDINATOR, Coordinator
 from torchrelay.coordination.messages import decoded
 from torchrelay.deadlines import Deadline, Timeout
 from torchrelay.endpoint.encoding import Encoding
-from torchrelay.endpoint.publish.device_slots import UNABLE, DeviceSlot, DeviceSlots
-from torchrelay.endpoint.publish.known_plan import KnownPlan, RecordedStep, again
+from torchrelay.endpoint.publish.device_path import DevicePath
+from torchrelay.endpoint.publish.device_slots import DeviceSlot
+from torchrelay.endpoint.publish.host_slots import HostSlots
+from torchrelay.endpoint.publish.known_plan import KnownPlan
 from torchrelay.endpoint.publish.server_process import ServerProcess
+from torchrelay.endpoint.publish.show_rounds import ShowRounds, StagedStep
 from torchrelay.endpoint.server import messages as m
 from torchrelay.errors import EndpointError, ResourceError, UsageError
 from torchrelay.memory import threads
 from torchrelay.memory.arena import Arena
 from torchrelay.memory.gpu.side import settle
-from torchrelay.memory.staging import Copy, stage
 from torchrelay.owner import Owner
 from torchrelay.pending import Pending
-from torchrelay.record.encoding import content_digest, encode, encode_at_rest, state_digest
 from torchrelay.results import Report
-from torchrelay.shares.commit_record import decode_shares
 from torchrelay.shares.planner import PlannedShare, SharePlanner
 from torchrelay.shares.share import Share
 from torchrelay.steps import check_step
-from torchrelay.stores.writer.file_writer import WORKERS
 
 _FINISH_SECONDS = 5.0  # for the last message of a publish
 
@@ -62,21 +61,7 @@ _offer = msgspec.msgpack.Decoder(_Offer)
 _begin = msgspec.msgpack.Decoder(_Begin)
 # Why a rank has no memory, or none of them has; and whether there is some of a GPU.
 _room = msgspec.msgpack.Decoder(tuple[str, bool])
-# The record of all parts: its digest, and for ranks that list it all of it.
-_recorded = msgspec.msgpack.Decoder(tuple[str, m.StepRecord | None])
 _encode = msgspec.msgpack.encode
-
-
-class StagedStep(NamedTuple):
-    """A step that is copied here, on its way to be shown."""
-
-    step: int
-    slot: int
-    planned: PlannedShare
-    volumes: list[m.Volume]
-    urls: list[str]
-    seconds: float
-    on_device: DeviceSlot | None  # where it is copied to; else in host memory
 
 
 class Publisher:
@@ -101,9 +86,11 @@ class Publisher:
         self._planner = SharePlanner(
             ranks.rank, ranks.world, None, ranks.members, self._encoding.dtype
         )
-        self.arenas: dict[int, Arena] = {}  # by slot
-        self._devices = DeviceSlots()
-        self._known = KnownPlan()
+        known = KnownPlan()
+        self._host = HostSlots()
+        changes = bool(self._encoding.history)
+        self._device = DevicePath(self._host, known, changes=changes)
+        self._show = ShowRounds(ranks, server, known, self._host, self._device, changes=changes)
         self._last: Pending | None = None
         self.urls: list[str] = []  # of the ranks' servers, each once; the first lists all parts
 
@@ -159,7 +146,11 @@ class Publisher:
                 return Pending(step, "publishing", why, measured), None
             self._last = pending = Pending(step, "publishing", measured=measured)
             try:
-                volumes = self._copy(planned.share, slot, on_device)
+                settle()
+                if on_device is not None:
+                    volumes = self._device.copy(planned.share, on_device)
+                else:
+                    volumes = self._host.copy(planned.share, slot)
             except BaseException as fault:
                 self._give_up(step)  # at once: readers wait for it
                 self._in_background(call, fault, pending, deadline)
@@ -172,7 +163,7 @@ class Publisher:
     def _have_server(self, deadline: Deadline) -> None:
         if self._server.start(deadline.left()):
             # Processes that the one before lent memory to may still read it: it stays unchanged.
-            self._free()
+            self._free_memory()
             self.urls = []
 
     def _give_up(self, step: int, *, unused: bool = False) -> None:
@@ -237,16 +228,16 @@ class Publisher:
         found: list[tuple[int, DeviceSlot | None]] = []
 
         def mine() -> bytes:
-            unfit = self._devices.unfit(share, nbytes, where)
-            wanted = m.Reserve(step, nbytes, decision, not unfit)
+            unfit = self._device.unfit(share, where)
+            wanted = m.Reserve(step, nbytes, decision, on_device=not unfit)
             room = self._server.ask(wanted, m.Reserved, deadline.left())
             for slot in room.dropped:
-                self._drop_arena(slot)
-            kept = None
+                self._host.drop(slot)
+            chosen = None
             if not room.why:
-                kept = self._device_slot(room.device, share, nbytes, where, unfit)
-            found.append((room.slot, kept))
-            return _encode((room.why, kept is not None))
+                chosen = self._device.choose(share, where, room.device, unfit)
+            found.append((room.slot, chosen))
+            return _encode((room.why, chosen is not None))
 
         def decide(said: list[bytes]) -> list[bytes]:
             rooms = [decoded(_room, data, rank) for rank, data in enumerate(said)]
@@ -261,67 +252,10 @@ class Publisher:
         except BaseException:
             self._give_up(step, unused=True)
             raise
-        slot, kept = found[0]
-        return slot, why, kept if on_device else None
+        slot, chosen = found[0]
+        return slot, why, chosen if on_device else None
 
-    def _device_slot(
-        self, number: int, share: Share, nbytes: int, stage_on: str, why: str
-    ) -> DeviceSlot | None:
-        """Memory of the GPU that has the share; None if it must be copied to host memory. With
-        `stage_on="device"`, raises `UsageError` with the reason instead."""
-        if stage_on == "host":
-            self._devices.close()
-            return None
-        try:
-            if not why and number >= 0:
-                return self._devices.slot(number, share, nbytes)
-        except UNABLE as fault:
-            why = str(fault)
-        if stage_on == "device":
-            why = why or "processes read every copy that is there"
-            raise UsageError(f'stage_on="device", but {why}: give stage_on="host"')
-        return None
-
-    def _copy(self, share: Share, slot: int, on_device: DeviceSlot | None) -> list[m.Volume]:
-        """Copy a share into its slot; where each of its volumes begins."""
-        settle()
-        if on_device is not None:
-            volumes, _ = m.laid_out(share.files)
-            on_device.fill(share.streams, volumes)
-            share.check_unchanged()
-            return volumes
-        share.hash_on_devices()
-        volumes, nbytes = m.laid_out(share.files)
-        pinned = any(stream.devices for stream in share.streams)
-        arena = self._arena(slot, nbytes, pinned)
-        copies = [
-            Copy(stream, 0, volume.nbytes, volume.start)
-            for stream, volume in zip(share.streams, volumes, strict=True)
-        ]
-        stage(copies, arena.tensor, threads=WORKERS)
-        share.check_unchanged()
-        return volumes
-
-    def _arena(self, slot: int, nbytes: int, pinned: bool) -> Arena:
-        """Host memory of a slot."""
-        arena = self.arenas.get(slot)
-        if arena is None or arena.nbytes < nbytes or pinned > arena.pinned:
-            self._drop_arena(slot)
-            try:
-                arena = self.arenas[slot] = Arena(nbytes, pinned=pinned)
-            except MemoryError as fault:
-                raise EndpointError(
-                    f"no memory for the copy of this rank's part: {fault}. Free memory, or publish "
-                    "from more ranks",
-                    phase="stage",
-                ) from fault
-        return arena
-
-    def _drop_arena(self, slot: int) -> None:
-        if arena := self.arenas.pop(slot, None):
-            arena.close()
-
-    # Hash and show, on a thread.
+    # Show it, on a thread.
 
     def _finish(
         self, call: Call, staged: StagedStep | BaseException, pending: Pending, deadline: Deadline
@@ -335,7 +269,7 @@ class Publisher:
             if isinstance(staged, BaseException):
                 call.round("write", staged, lambda said: said, deadline)
             else:
-                self._show(call, staged, deadline)
+                self._show.run(call, staged, deadline)
                 ended = m.FinishPublish(staged.step, staged.planned.share.nbytes, staged.seconds)
                 ended.hash_seconds = time.monotonic() - begun
                 ended.on_device = staged.on_device is not None
@@ -349,90 +283,16 @@ class Publisher:
         call.drain()
         pending.end(report, fault)
 
-    def _show(self, call: Call, staged: StagedStep, deadline: Deadline) -> None:
-        """Every rank shows its volumes, those that list the step with the record of all of them.
-        The coordinator is the last: what it lists can be read."""
-        listing = self._server.listing(staged.urls)
-        kept, written = staged.on_device, list[bytes]()  # the digests of this rank's volumes
-        last = self._known.like(staged.planned)  # meanwhile a GPU hashes
-
-        def hash_mine() -> bytes:
-            written.extend(kept.digests(staged.volumes) if kept else self._hashed(staged, deadline))
-            return b"" if last else encode(staged.planned.share.written(written))
-
-        def decide(said: list[bytes]) -> list[bytes]:
-            if last is not None:
-                made, places = again(last, staged.step, written), [COORDINATOR] * len(written)
-            else:
-                shares = decode_shares(staged.step, said)
-                made = self._known.made(staged.step, staged.planned, shares)
-                places = [rank for rank, share in enumerate(shares) for _ in share.volumes]
-            snapshot = content_digest(made.record)
-            whole = _whole(made, staged.urls, places)
-            brief, full = _encode((snapshot, None)), _encode((snapshot, whole))
-            return [full if rank in listing else brief for rank in range(len(said))]
-
-        heard = call.round("write", hash_mine, decide, deadline)
-        snapshot, whole = decoded(_recorded, heard, COORDINATOR)
-        own = [
-            msgspec.structs.replace(volume, digests=digests)
-            for volume, digests in zip(staged.volumes, written, strict=True)
-        ]
-        shown = m.Show(staged.slot, staged.step, snapshot, own, whole)
-        if kept is not None:
-            lent = msgspec.structs.replace(shown, slot=kept.number, export=kept.export)
-            self._show_in_turn(call, "lend", lent, deadline)
-            self._copy_to_host(staged._replace(volumes=own), kept, snapshot, deadline)
-        self._show_in_turn(call, "show", shown, deadline)
-
-    def _show_in_turn(self, call: Call, phase: str, shown: m.Show, deadline: Deadline) -> None:
-        def show() -> bytes:
-            self._server.ask(shown, m.Obeyed, deadline.left())
-            return b""
-
-        mine = (lambda: b"") if self._all.coordinates else show
-        call.round(phase, mine, lambda said: [show()] * len(said), deadline)
-
-    def _copy_to_host(
-        self, staged: StagedStep, kept: DeviceSlot, snapshot: str, deadline: Deadline
-    ) -> None:
-        """Readers of other hosts need the bytes, whose digests are known, and those who follow need
-        the bits of what changed."""
-        share = staged.planned.share
-        end = nbytes = m.laid_out(share.files)[1]
-        fields = self._known.fields(share.layout) if self._encoding.history else []
-        made = self._devices.changes(kept, share, staged.volumes, fields) if fields else None
-        if made is not None:
-            end += len(made[1].bits)
-        arena = self._arena(staged.slot, end, True)
-        kept.copy_to(arena.tensor, nbytes)
-        found = None
-        if made is not None:
-            base, changes = made
-            arena.tensor[nbytes:end].copy_(changes.bits)
-            places = iter(changes.places)
-            starts = [[nbytes + next(places) for _ in each] for each in fields]
-            found = m.FoundChanges(base, starts, changes.total())
-        self._hashed(staged, deadline, found)
-        self._devices.published(kept, share, snapshot)
-
-    def _hashed(
-        self, staged: StagedStep, deadline: Deadline, changes: m.FoundChanges | None = None
-    ) -> list[bytes]:
-        """Have the server take the memory of a slot, and make the digests that it lacks."""
-        arena = self.arenas[staged.slot]
-        request = m.StageSlot(staged.slot, arena.nbytes, staged.volumes, attached=True)
-        if self._encoding.history:
-            request.fields = self._known.fields(staged.planned.share.layout)
-            request.found = changes
-        return self._server.stage(request, arena.fd, deadline.left()).digests
-
     # The end.
 
     def settle(self, seconds: float) -> None:
         """Wait for what is being published."""
         if self._last is not None:
             self._last.ends_within(seconds)
+
+    def memory_of(self, staged: StagedStep) -> Arena:
+        """The host memory of a step that is staged there."""
+        return self._host[staged.slot]
 
     def status(self) -> dict[str, Any]:
         """The server's status, as `/status.json` has it."""
@@ -444,9 +304,8 @@ class Publisher:
     def detach_after_fork(self) -> None:
         """In a child of a fork: the server and the memory are the parent's."""
         self._server.process.detach_after_fork()
-        for arena in self.arenas.values():
-            arena.detach_after_fork()
-        self._devices.forget()
+        self._host.detach_after_fork()
+        self._device.detach_after_fork()
 
     def close(self) -> None:
         """Wait for what is being published, then let go of the server and the memory.
@@ -461,22 +320,11 @@ class Publisher:
             self.settle(self._timeout)
             self._server.process.close()
             if over:  # else the memory is in use until the process ends
-                self._free()
+                self._free_memory()
         finally:
             if over:
                 self._calls.release()
 
-    def _free(self) -> None:
-        for slot in list(self.arenas):
-            self._drop_arena(slot)
-        self._devices.close()
-
-
-def _whole(made: RecordedStep, urls: list[str], places: list[int]) -> m.StepRecord:
-    """A record with everything that it lists, wherever that is."""
-    volumes = [
-        m.Volume(file.name, -1, file.nbytes, file.chunk_bytes, file.digests)
-        for file in made.record.volumes
-    ]
-    data, state = encode_at_rest(made.record), state_digest(made.record)
-    return m.StepRecord(data, volumes, made.tensors, urls, places, state, made.layout)
+    def _free_memory(self) -> None:
+        self._host.free()
+        self._device.free()

@@ -80,7 +80,7 @@ class StepComparison:
         except ResourceError:  # subscribers get whole chunks
             logger.warning("no thread compares a step with the one before", exc_info=True)
         else:
-            self.wait = running.wait  # whether it is over, after so many seconds at most
+            self.wait = running.wait  # whether it is over, after that many seconds at most
 
     def _compare(self, old: StagedVolumes, new: StagedVolumes, given: FoundChanges | None) -> None:
         begun = time.monotonic()

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import socket
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -17,8 +16,9 @@ import msgspec
 
 from torchrelay.endpoint.server import messages as m
 from torchrelay.endpoint.server.service import Service, status
-from torchrelay.endpoint.server.snapshots import ServedSnapshot, digests
+from torchrelay.endpoint.server.snapshots import digests
 from torchrelay.endpoint.server.step_server import StepServer
+from torchrelay.endpoint.server.two_slots import TwoSlots
 from torchrelay.memory.pages import return_freed_memory
 from torchrelay.processes.child_process import trainer_at
 from torchrelay.processes.frames import receive_frame, send_frame
@@ -81,66 +81,6 @@ def stage(
     if snapshots.changes is not None:
         snapshots.changes.stage(request, slot.view[:], base)
     return m.SlotStaged(digests(slot, request.volumes))
-
-
-class TwoSlots:
-    """The memory of an endpoint: the newest step is in one slot, the step before in the other, for
-    those who still read it. A step that readers get on with is not given up for `hold` seconds.
-    To be used with the service's lock held."""
-
-    def __init__(self, service: Service, hold: float) -> None:
-        self._service, self._hold = service, hold
-        self._newest = 1  # the slot that has the newest step
-        self._since = 0.0  # when that was published
-        self._reserved = 0
-        self._hidden: ServedSnapshot | None = None  # the step in the slot that may be written to
-
-    def reserve(self, on_device: bool) -> m.Reserved:
-        service = self._service
-        self._reserved = slot = 1 - self._newest
-        older = service.snapshots.in_slot(slot)
-        if older is not None:
-            readers = service.readers(older)
-            if readers and time.monotonic() - self._since < self._hold:
-                who = ", ".join(sorted({one.address for one in readers})[:4])
-                return m.Reserved(-1, f"step {older.step} is read by {who}")
-            service.snapshots.shown.remove(older)
-            self._hidden = older
-        service.pending = service.devices.pending = True
-        if older is not None:
-            service.cut_readers(older)
-        # A process that has the memory mapped keeps it, and the trainer takes other memory.
-        memory = service.snapshots.slots.get(slot)
-        dropped = [slot] if memory is not None and memory.mapped else []
-        device = service.devices.take() if on_device else -1
-        return m.Reserved(slot, dropped=dropped, device=device)
-
-    def take(self) -> tuple[int, str] | None:
-        """The trainer has written to the slot: the step that was in it is gone. Returns the slot
-        of the newest step, and its snapshot."""
-        self._drop_hidden()
-        newest = self._service.snapshots.in_slot(self._newest)
-        return None if newest is None else (self._newest, newest.id)
-
-    def show(self, shown: m.Show) -> None:
-        if shown.export is None and self._service.snapshots.by_id(shown.snapshot) is not None:
-            # The same content once more: it stays where its readers have it.
-            shown.slot = self._reserved = self._newest
-        self._service.show(shown)
-
-    def finish(self, ended: m.FinishPublish) -> None:
-        if not ended.failed and ended.skipped is None:
-            self._newest, self._since = self._reserved, time.monotonic()
-        elif ended.unused and self._hidden is not None:
-            self._service.snapshots.shown.insert(0, self._hidden)
-            self._hidden = None
-        self._drop_hidden()
-        self._service.finish(ended)
-
-    def _drop_hidden(self) -> None:
-        if self._hidden is not None:
-            self._hidden.parts.clear()  # requests that were cut off find nothing more
-            self._hidden = None
 
 
 class EndpointProgram:
