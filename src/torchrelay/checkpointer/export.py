@@ -48,7 +48,8 @@ from torchrelay.stores.writer.file_writer import PIECE, WORKERS
 
 SHARD_BYTES = 5_000_000_000  # the size at which Hugging Face's own tools split
 _TASK_BYTES = 32 << 20  # of a file, that a thread takes on at once
-_COSTLY_WORKERS = 4  # each waits for an answer most of the time
+_COSTLY_WORKERS = 6  # each waits for an answer most of the time
+_COSTLY_BYTES = 8 << 20  # that each asks for at once
 
 
 class _Reading(NamedTuple):
@@ -104,8 +105,12 @@ def _export_opened(
     if model is None:
         return None
     _check_whole(model)
-    workers = _COSTLY_WORKERS if opened.files.costly_reads else 1
-    reading = _Reading(lambda: StepSource(name, part), workers)
+    costly = opened.files.costly_reads
+    reading = _Reading(
+        lambda: StepSource(name, part),
+        _COSTLY_WORKERS if costly else 1,
+        _COSTLY_BYTES if costly else PIECE_BYTES,
+    )
     return _exported([*model.values()], reading, target, deadline.left(), shard_bytes)
 
 
@@ -202,11 +207,11 @@ def _write_file(
     data = FileBytes(layout.header, [tensors[index] for _, index in layout.placed])
     sink = folder.open(layout.name, layout.nbytes)
 
-    def work() -> Callable[[int], None]:
+    def work() -> Callable[[tuple[int, int]], None]:
         reader = reading.make_reader()
 
-        def write(at: int) -> None:
-            stop = min(at + _TASK_BYTES, layout.nbytes)
+        def write(task: tuple[int, int]) -> None:
+            at, stop = task
             for piece in data.pieces(reader, at, stop, lambda volume: reading.piece_bytes):
                 check_wanted()
                 sink.write(at, piece)
@@ -215,7 +220,7 @@ def _write_file(
         return write
 
     try:
-        run_on_threads(range(0, layout.nbytes, _TASK_BYTES), work, reading.workers)
+        run_on_threads(data.ranges(_TASK_BYTES), work, reading.workers)
         check_wanted()
         sink.finish()
     except BaseException as fault:

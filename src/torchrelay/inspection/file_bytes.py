@@ -37,11 +37,7 @@ class FileBytes:
         self._parts: list[Run | StoredTensor] = []
         for tensor in tensors:
             self._add(tensor)
-        sizes = [
-            part.nbytes if isinstance(part, Run) else _nbytes(part, part.shape)
-            for part in self._parts
-        ]
-        *self._starts, self.nbytes = accumulate(sizes, initial=len(header))
+        *self._starts, self.nbytes = accumulate(map(_size, self._parts), initial=len(header))
 
     def _add(self, tensor: StoredTensor) -> None:
         boxes = sorted(tensor.shards, key=lambda box: box.offsets)
@@ -57,6 +53,19 @@ class FileBytes:
             elif run.nbytes:
                 self._parts.append(run)
 
+    def ranges(self, nbytes: int) -> Iterator[tuple[int, int]]:
+        """The file in ranges of about `nbytes`, for threads. A cut in a run is at a multiple of
+        `nbytes` of its volume, so that no chunk there is read for two of the ranges."""
+        at = 0
+        for part, begin in zip(self._parts, self._starts, strict=True):
+            low = -part.start % nbytes if isinstance(part, Run) else 0
+            for cut in range(begin + low, begin + _size(part), nbytes):
+                if cut - at >= nbytes // 2:
+                    yield at, cut
+                    at = cut
+        if at < self.nbytes:
+            yield at, self.nbytes
+
     def pieces(
         self,
         reader: StateReader,
@@ -65,7 +74,8 @@ class FileBytes:
         piece_bytes: Callable[[int], int] = lambda volume: PIECE_BYTES,
     ) -> Iterator[bytes | memoryview]:
         """The bytes of a range, in order. Each piece is valid until the next one. `piece_bytes`:
-        how many are read at once of a volume."""
+        how many are read at once of a volume; pieces begin at multiples of it there, so that no
+        chunk is read for two of them."""
         if start < len(self._header):
             yield self._header[start:stop]
         at = max(start, len(self._header))
@@ -92,10 +102,12 @@ def _bytes(
         stop = min(stop, part.nbytes)
         size = piece_bytes(part.volume)
         buffer = memoryview(bytearray(max(0, min(size, stop - start))))
-        for at in range(start, stop, size):
-            piece = buffer[: stop - at]
-            reader.read_into(part.volume, part.start + at, piece)
+        while start < stop:
+            position = part.start + start
+            piece = buffer[: min(size - position % size, stop - start)]
+            reader.read_into(part.volume, position, piece)
             yield piece
+            start += len(piece)
         return
     for slab in slabs(reader, part, PIECE_BYTES, start):
         piece = memory_of(slab)[: stop - start]
@@ -103,6 +115,10 @@ def _bytes(
         start += len(piece)
         if start >= stop:
             return
+
+
+def _size(part: Run | StoredTensor) -> int:
+    return part.nbytes if isinstance(part, Run) else _nbytes(part, part.shape)
 
 
 def _nbytes(tensor: StoredTensor, shape: Sequence[int]) -> int:
