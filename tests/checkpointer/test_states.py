@@ -32,7 +32,7 @@ from tests.support.states import (
     strided,
     tensors_in,
 )
-from torchrelay.endpoint.publish import publisher
+from torchrelay.endpoint.publish import host_slots
 
 # torch warns about quantized, sparse and complex32 tensors as such.
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
@@ -277,9 +277,9 @@ def test_a_state_that_is_trained_on_while_it_is_copied_is_an_error(
         stage(*args, **options)
         train()
 
-    stage = publisher.stage
+    stage = host_slots.stage
     with tr.serve(state, step=1, group=False, timeout=30) as endpoint:
-        monkeypatch.setattr(publisher, "stage", copy)
+        monkeypatch.setattr(host_slots, "stage", copy)
         with pytest.raises(
             tr.errors.CheckpointError, match=r"changed while it was saved.*at model.w"
         ):

@@ -16,7 +16,7 @@ import torchrelay as tr
 from torchrelay.deadlines import Deadline
 from torchrelay.endpoint import pull
 from torchrelay.endpoint.front import Endpoint
-from torchrelay.endpoint.publish import publisher
+from torchrelay.endpoint.publish import device_path, host_slots
 from torchrelay.endpoint.publish.device_slots import check_choice
 from torchrelay.endpoint.server.device_steps import MOST_SLOTS, DeviceSteps
 from torchrelay.endpoint.server.messages import FinishPublish, Show, StepRecord, Volume
@@ -100,9 +100,9 @@ def _opened(export: Any) -> Opening:
 
 @pytest.fixture
 def endpoint(monkeypatch: pytest.MonkeyPatch) -> Iterator[Endpoint]:
-    monkeypatch.setattr(publisher, "DeviceSlots", HostSlots)
-    arena = publisher.Arena
-    monkeypatch.setattr(publisher, "Arena", lambda nbytes, pinned: arena(nbytes))
+    monkeypatch.setattr(device_path, "DeviceSlots", HostSlots)
+    arena = host_slots.Arena
+    monkeypatch.setattr(host_slots, "Arena", lambda nbytes, pinned: arena(nbytes))
     monkeypatch.setattr(pull, "wants_gpu", lambda into, options: True)
     monkeypatch.setattr(device_source, "open_export", _opened)
     monkeypatch.setattr(device_source, "close_opening", lambda opened: None)

@@ -19,7 +19,7 @@ from tests.support.ranks import RankPool
 from tests.support.saved import equal, state
 from torchrelay.shares.planner import SavePlan
 
-PARTS = ("checkpointer", "stores", "coordination", "memory/arena.py")
+PARTS = ("checkpointer", "stores", "shares", "processes", "coordination", "memory/arena.py")
 SEED = 20
 
 

@@ -70,7 +70,7 @@ def lose_a_keeper_amid_a_stage(rank: int, group: Any, job: str) -> str:
     keeper = keeper_of(rank, job, ["a", "b"], copies=0)
     keeper.stage(1, state_of(rank, 1)).result(TIMEOUT)
     stager = keeper._publisher
-    hashed = stager._hashed
+    hashed = stager._show._hashed
 
     def lose(*args: Any) -> Any:
         assert keeper.pid is not None
@@ -78,11 +78,11 @@ def lose_a_keeper_amid_a_stage(rank: int, group: Any, job: str) -> str:
         return hashed(*args)
 
     if rank == 1:
-        stager._hashed = lose  # type: ignore[method-assign]
+        stager._show._hashed = lose  # type: ignore[method-assign]
     with pytest.raises(tr.errors.EndpointError) as fault:
         keeper.stage(2, state_of(rank, 2)).result(TIMEOUT)
     if rank == 1:
-        stager._hashed = hashed  # type: ignore[method-assign]
+        stager._show._hashed = hashed  # type: ignore[method-assign]
     keeper.stage(3, state_of(rank, 3)).result(TIMEOUT)
     assert come_back(rank, keeper) == 3
     keeper.close()

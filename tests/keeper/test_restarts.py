@@ -52,7 +52,7 @@ def test_all_workers_are_killed_and_come_back_as_another_number(hosts: list[str]
 
 def die_in_mid_stage(rank: int, group: Any, job: str) -> None:
     """Every rank stages step 2; one is killed when a part of it has been copied."""
-    from torchrelay.endpoint.publish import publisher
+    from torchrelay.endpoint.publish import host_slots
 
     state = fsdp_job(1)
     train(state, 1)
@@ -60,14 +60,14 @@ def die_in_mid_stage(rank: int, group: Any, job: str) -> None:
     keeper.stage(1, state).result(TIMEOUT)
     tell(whole(state))
     train(state, 1)
-    copy = publisher.stage
+    copy = host_slots.stage
 
     def half(copies: Any, arena: Any, **more: Any) -> None:
         copy(copies[: len(copies) // 2], arena, **more)
         reached("half", hold=True)
 
     if rank == 1:
-        publisher.stage = half
+        host_slots.stage = half
     try:
         keeper.stage(2, state, timeout=3).result(TIMEOUT)
     except tr.RelayError:

@@ -163,7 +163,7 @@ class Publisher:
     def _have_server(self, deadline: Deadline) -> None:
         if self._server.start(deadline.left()):
             # Processes that the one before lent memory to may still read it: it stays unchanged.
-            self._free_memory()
+            self._free()
             self.urls = []
 
     def _give_up(self, step: int, *, unused: bool = False) -> None:
@@ -320,11 +320,11 @@ class Publisher:
             self.settle(self._timeout)
             self._server.process.close()
             if over:  # else the memory is in use until the process ends
-                self._free_memory()
+                self._free()
         finally:
             if over:
                 self._calls.release()
 
-    def _free_memory(self) -> None:
+    def _free(self) -> None:
         self._host.free()
         self._device.free()
