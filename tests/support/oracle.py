@@ -118,8 +118,10 @@ class Seen:
             plain = leaf.detach() if leaf.requires_grad else leaf
             tensors[path] = _tensor_facts(leaf, plain)
             if plain.layout is torch.strided and has_elements(plain):
-                home = plain.untyped_storage().data_ptr()
-                found = ((home, place) for place in places(plain).tolist())
+                home, at = plain.untyped_storage().data_ptr(), places(plain).tolist()
+                if plain.is_conj() or plain.is_neg():  # its values lie nowhere yet
+                    home, at = id(leaf), range(len(at))
+                found = ((home, place) for place in at)
                 bytes_at[path] = [numbers.setdefault(place, len(numbers)) for place in found]
         return cls(tree, tensors, bytes_at)
 

@@ -399,8 +399,8 @@ def assert_same(
 
     `in_place`: `got` was received into tensors of the receiver's own, so strides, sharing, conj
     and neg bits, `requires_grad` and being a parameter are the receiver's.
-    `at_rest`: the state was kept as named tensors, so views of one storage whose spans do not
-    overlap have storages of their own.
+    `at_rest`: the state was kept as named tensors, so views of one storage that share no bytes
+    have storages of their own.
     """
     pairs: list[tuple[torch.Tensor, torch.Tensor]] = []
     _compare(sent, got, "state", pairs, in_place)
@@ -531,8 +531,8 @@ def _compare_sharing(pairs: list[tuple[torch.Tensor, torch.Tensor]], at_rest: bo
     lazy = [p for p in held if _is_lazy(p[0])]
     held = [p for p in held if not _is_lazy(p[0])]
     if at_rest:
-        spans = [_reach(mine) for mine, _ in held]
-        groups = {n: [held[i] for i in group] for n, group in enumerate(overlapping(spans))}
+        found = sharing_bytes([mine for mine, _ in held])
+        groups = {n: [held[i] for i in group] for n, group in enumerate(found)}
     else:
         for mine, other in held:
             groups.setdefault(mine.untyped_storage().data_ptr(), []).append((mine, other))
@@ -548,7 +548,7 @@ def _compare_sharing(pairs: list[tuple[torch.Tensor, torch.Tensor]], at_rest: bo
         assert not storages & homes, "separate storages became one"
         homes |= storages
         nbytes = group[0][1].untyped_storage().nbytes()
-        needed = _needed([mine for mine, _ in group], at_rest)
+        needed = _needed([mine for mine, _ in group])
         facts = [(x.shape, x.stride(), x.untyped_storage()) for pair in group for x in pair]
         assert nbytes <= needed, f"more memory is held than needed: {nbytes}, {needed}, {facts}"
         _compare_offsets(group)
@@ -559,17 +559,37 @@ def _reach(tensor: torch.Tensor) -> tuple[int, int]:
     return low, low + extent(tuple(tensor.shape), tensor.stride()) * tensor.element_size()
 
 
-def _needed(tensors: list[torch.Tensor], at_rest: bool) -> int:
+def bytes_of(tensor: torch.Tensor) -> set[int]:
+    """The addresses of all its bytes, one by one."""
+    found = {tensor.data_ptr()}
+    for size, step in zip(tensor.shape, tensor.stride(), strict=True):
+        found = {at + n * step * tensor.element_size() for at in found for n in range(size)}
+    return {at + n for at in found for n in range(tensor.element_size())}
+
+
+def sharing_bytes(tensors: list[torch.Tensor]) -> list[list[int]]:
+    """Groups of tensors that have bytes in common, found by comparing every two of them."""
+    groups: list[tuple[set[int], list[int]]] = []
+    for near in overlapping([_reach(tensor) for tensor in tensors]):
+        for number in near:
+            mine, members = bytes_of(tensors[number]) if len(near) > 1 else set(), [number]
+            for group in [group for group in groups if group[0] & mine]:
+                groups.remove(group)
+                mine, members = mine | group[0], members + group[1]
+            groups.append((mine, sorted(members)))
+    return [members for _, members in groups]
+
+
+def _needed(tensors: list[torch.Tensor]) -> int:
     if len({(x.data_ptr(), x.dtype, x.shape, x.stride()) for x in tensors}) == 1:
         layout = packed(tuple(tensors[0].shape), tensors[0].stride())
-        # At rest, what overlaps itself is kept as all the bytes between its first and its last.
-        if layout is not None and (not at_rest or layout.numel == tensors[0].numel()):
+        if layout is not None:
             return layout.numel * tensors[0].element_size()
     spans = [_reach(tensor) for tensor in tensors]
     total = 0
     for group in overlapping(spans):
         low, high = min(spans[i][0] for i in group), max(spans[i][1] for i in group)
-        total += high - low + 31
+        total += high - low + 31 * len(group)
     return total
 
 
@@ -579,6 +599,8 @@ def _compare_offsets(group: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
         for third, fourth in group:
             low, high = _reach(mine)
             if third is mine or third.data_ptr() not in range(low, high):
+                continue
+            if not bytes_of(mine) & bytes_of(third):
                 continue
             if len(mine.stride()) == len(third.stride()) and mine.stride() == other.stride():
                 shift = third.data_ptr() - mine.data_ptr()

@@ -14,7 +14,7 @@ import numpy as np
 from torchrelay.errors import UnsupportedLeafError
 from torchrelay.geometry.boxes import Numbers
 from torchrelay.geometry.runs import reaching
-from torchrelay.plan.images import OddLeaves, stored_dtype
+from torchrelay.plan.images import GeneralLeaves, LeafImages, stored_dtype
 from torchrelay.plan.outline import TensorRows, outline
 from torchrelay.plan.plain import PlainTensors, find_plain
 from torchrelay.plan.sharded import ShardedKind, find_sharded
@@ -49,11 +49,12 @@ class Description:
         self.locals = self.sharded.local_leaves(flat.leaves)
         self.plain = find_plain(self.locals)
         self._describe_others()
-        leave = _tangled(self.plain, self.odd)
+        leave = _overlapping(self.plain, self.general)
         if leave.any():
             self.plain = self.plain.some(~leave)
             self._describe_others()
-        self.images = self.odd.images
+        self._leaf_images = LeafImages(self.general)
+        self.images = self._leaf_images.images
 
     def path_of(self, leaf: int) -> Path:
         return LeafPaths(self.flat.tree)[leaf]
@@ -68,14 +69,14 @@ class Description:
         """Describe the leaves that are not plain tensors."""
         rest = np.ones(self.plain.count, bool)
         rest[self.plain.leaves] = False
-        self.odd = OddLeaves(self.flat.tree, at_rest=self._at_rest)
+        self.general = GeneralLeaves(self.flat.tree, at_rest=self._at_rest)
         self.wholes: list[int] = []
         self._whole_images: dict[int, int] = {}  # by leaf, in `wholes`; -1 if it has no bytes
         ties: dict[object, int] = {}
         for leaf in np.flatnonzero(rest).tolist():
             sharded = self.sharded.kind_of(leaf)
             if sharded is None or not self._at_rest:
-                self.odd.take(leaf, self.flat.leaves[leaf], sharded)
+                self.general.take(leaf, self.flat.leaves[leaf], sharded)
                 continue
             with naming(partial(self.path_of, leaf)):
                 tie = self._tie_of(leaf, sharded)
@@ -105,7 +106,7 @@ class Description:
         kinds, plain = KindTable(), self.plain
         count, first = len(plain), len(plain) + len(self.wholes)
         leaf_kinds, image_kinds = self._plain_kinds(kinds)
-        rows, others = self.odd.finished(kinds, place[first:].tolist())
+        rows, others = self._leaf_images.rows_and_others(kinds, place[first:].tolist())
         for leaf, image in self._whole_images.items():
             kind = self.sharded.kinds[self.sharded.numbers[leaf]]
             if image >= 0:
@@ -144,7 +145,7 @@ class Description:
         return found[0][of], found[1][of]
 
 
-def _tangled(plain: PlainTensors, others: OddLeaves) -> Marks:
+def _overlapping(plain: PlainTensors, others: GeneralLeaves) -> Marks:
     """Marks plain tensors whose storage has bytes that several tensors, or `others`, have."""
     starts, lows = plain.origins, plain.addresses
     more_lows, more_highs = others.spans

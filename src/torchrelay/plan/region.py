@@ -72,6 +72,14 @@ class Region:
         order = [dim for dim, size in enumerate(tensor.shape) if size > 1]
         return cls.of(tensor, tensor.shape, tensor.stride(), order)
 
+    def as_bytes(self) -> Region:
+        """A region of the same bytes, as they lie if they are one run, else copied to one."""
+        memory = self._seen if self._is_run else self.keep.new_empty(self.nbytes, dtype=torch.uint8)
+        if not self._is_run:
+            for box, flat in self.boxes(0, self.nbytes, memory):
+                flat.copy_(box)
+        return Region.row_major(memory)
+
     def run(self, start: int, stop: int) -> torch.Tensor | None:
         """Bytes [start, stop) where they lie on a device, if they are one run there."""
         if not self._is_run or self.keep.is_cpu:

@@ -134,13 +134,13 @@ class Snapshot(Sendable):
         )
 
     def _other_versions(self) -> list[int]:
-        return versions_of(self._found.odd.tensors)
+        return versions_of(self._found.general.tensors)
 
     def changed(self) -> str | None:
         now = versions_of(self._plain), self._other_versions()
         if now == self._versions:
             return None
-        others = [owner.leaf for owner in self._found.odd.owners]
+        others = [owner.leaf for owner in self._found.general.owners]
         owners = (self._found.plain.leaves.tolist(), others)
         leaf = min(
             leaf

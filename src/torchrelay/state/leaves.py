@@ -32,15 +32,15 @@ from torchrelay.state.tree import check_types, flatten, unflatten
 
 
 class Add(Protocol):
-    def __call__(self, tensor: torch.Tensor, *, apart: bool = False) -> int:
-        """Take a part in; returns its ticket. `apart`: whatever else lies in its memory."""
+    def __call__(self, tensor: torch.Tensor, *, separate: bool = False) -> int:
+        """Take a part in; returns its number. `separate`: whatever else lies in its memory."""
 
 
 Part = Callable[[m.TensorLeaf], torch.Tensor]
 
 
 def describe(leaf: object, path: Path, add: Add) -> m.Leaf:
-    """Hand the leaf's parts to `add`; its record, where each part is a ticket: `storage` has it.
+    """Hand the leaf's parts to `add`; its record, where each part is a number: `storage` has it.
 
     `UnsupportedLeafError` names the path of what cannot travel exactly.
     """
@@ -48,7 +48,7 @@ def describe(leaf: object, path: Path, add: Add) -> m.Leaf:
         return _tensor(leaf, path, add) if isinstance(leaf, torch.Tensor) else _value(leaf, add)
 
 
-def _ticket(number: int) -> m.TensorLeaf:
+def _numbered(number: int) -> m.TensorLeaf:
     return m.TensorLeaf("", (), None, number)
 
 
@@ -89,14 +89,14 @@ def _array(leaf: np.ndarray[Any, Any] | np.generic, add: Add) -> m.ArrayLeaf:
     flat = np.ravel(array, order="F" if fortran else "C")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # a read-only array: it is only read here
-        ticket = add(torch.from_numpy(flat.view(np.uint8)), apart=True) if array.nbytes else -1
+        number = add(torch.from_numpy(flat.view(np.uint8)), separate=True) if array.nbytes else -1
     scalar = isinstance(leaf, np.generic)
-    return m.ArrayLeaf(text, array.shape, fortran, ticket, array.nbytes, scalar)
+    return m.ArrayLeaf(text, array.shape, fortran, number, array.nbytes, scalar)
 
 
 def _tensor(leaf: torch.Tensor, path: Path, add: Add) -> m.Leaf:
     if t.is_plain(leaf):
-        return _ticket(add(leaf))
+        return _numbered(add(leaf))
     if t.is_dtensor(leaf):
         local = _plain_part(t.dtensor_parts(leaf)[0], "the local part of a DTensor", add)
         return dtensor_leaf(leaf, local, _flags_of_whole(leaf))
@@ -118,10 +118,10 @@ def _tensor(leaf: torch.Tensor, path: Path, add: Add) -> m.Leaf:
     )
 
 
-def _plain_part(tensor: torch.Tensor, what: str, add: Add, apart: bool = False) -> m.TensorLeaf:
+def _plain_part(tensor: torch.Tensor, what: str, add: Add, separate: bool = False) -> m.TensorLeaf:
     if not t.is_plain(tensor):
         raise UnsupportedLeafError(f"{what} is not a plain strided tensor")
-    return _ticket(add(tensor.detach(), apart=apart))
+    return _numbered(add(tensor.detach(), separate=separate))
 
 
 def _flags_of_whole(leaf: torch.Tensor) -> int:
@@ -146,9 +146,9 @@ def dtensor_leaf(tensor: t.DTensor, local: m.TensorLeaf, flags: int = 0) -> m.DT
 def _sharded(leaf: t.ShardedTensor | BoxedTensor, add: Add) -> m.ShardedLeaf:
     locals_, boxes, all_boxes, properties = t.sharded_parts(leaf)
     # Boxes side by side in one tensor reach into each other's memory, and share no element.
-    apart = isinstance(leaf, BoxedTensor) and len(locals_) > 1
+    separate = isinstance(leaf, BoxedTensor) and len(locals_) > 1
     return m.ShardedLeaf(
-        tuple([_plain_part(local, "a shard", add, apart) for local in locals_]),
+        tuple([_plain_part(local, "a shard", add, separate) for local in locals_]),
         boxes,
         all_boxes,
         tuple(leaf.size()),
@@ -171,8 +171,8 @@ def _sparse(leaf: torch.Tensor, add: Add) -> m.SparseLeaf:
     flags = _flags_of_whole(leaf)
     if leaf.layout is torch.sparse_coo and leaf.is_coalesced():
         flags |= m.COALESCED
-    tickets = tuple([_plain_part(part, "a part of a sparse tensor", add) for part in parts])
-    return m.SparseLeaf(t.SPARSE[leaf.layout], tuple(leaf.shape), tickets, flags)
+    numbers = tuple([_plain_part(part, "a part of a sparse tensor", add) for part in parts])
+    return m.SparseLeaf(t.SPARSE[leaf.layout], tuple(leaf.shape), numbers, flags)
 
 
 def _subclass(leaf: torch.Tensor, path: Path, add: Add) -> m.SubclassLeaf:

@@ -220,7 +220,7 @@ def _fit_subclass(leaf: m.SubclassLeaf, into: torch.Tensor) -> Iterator[Fit]:
     flat = flatten(context)
     tensors: list[torch.Tensor] = []
 
-    def refuse(tensor: torch.Tensor, *, apart: bool = False) -> int:
+    def refuse(tensor: torch.Tensor, *, separate: bool = False) -> int:
         tensors.append(tensor)
         return 0
 
