@@ -9,14 +9,13 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from datetime import timedelta
 from typing import Any
 
 import pytest
 
 from tests.stores.test_conformance import contents, manifest, read, save, write
 from tests.support.s3 import BUCKET, LOSE, S3
-from torchrelay.errors import UsageError
+from torchrelay.errors import CommitUnknownError, UsageError
 from torchrelay.stores.objects import bucket as buckets
 from torchrelay.stores.objects import draft as drafts
 from torchrelay.stores.objects.bucket import client_options
@@ -531,8 +530,8 @@ def test_a_missing_bucket_is_an_error(s3: S3) -> None:
 def test_a_read_that_stalls_is_asked_for_again(
     s3: S3, url: str, monkeypatch: pytest.MonkeyPatch, what: str
 ) -> None:
-    """By default a request may take as long as half of a save, 15 minutes."""
-    monkeypatch.setattr(buckets, "STALL_TIME", timedelta(seconds=0.5))
+    """A read may take as long as half of a save, 15 minutes, if bytes arrive."""
+    monkeypatch.setattr(buckets, "STALL_SECONDS", 0.5)
     save(open_at(url), 1, {"a.safetensors": b"abc"})
     over, stalled = threading.Event(), []
 
@@ -546,6 +545,49 @@ def test_a_read_that_stalls_is_asked_for_again(
         store = open_at(url, timeout=1800)
         assert store.steps() == [1] and contents(store, 1) == {"a.safetensors": b"abc"}
         assert len(stalled) == 1
+    finally:
+        over.set()
+
+
+@pytest.mark.parametrize("what", [r"PUT \S*manifest", r"PUT \S*a\.safetensors", "POST|DELETE"])
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_a_write_that_stalls_is_sent_again(
+    s3: S3, url: str, monkeypatch: pytest.MonkeyPatch, what: str, overwrite: bool
+) -> None:
+    """By default a save has half an hour. The request that stalls arrives after its successor."""
+    monkeypatch.setattr(buckets, "REQUEST_SECONDS", 0.5)
+    monkeypatch.setattr(buckets, "UPLOAD_RATE", 1 << 40)
+    store = open_at(url, timeout=1800)
+    save(store, 1, {"a.safetensors": b"old"})
+    over, stalled, late = threading.Event(), [], threading.Event()
+
+    def hook(method: str, path: str) -> None:
+        if re.search(what, f"{method} {path}") and not stalled:
+            stalled.append(path)
+            over.wait(100)
+            late.set()
+
+    s3.hook = hook
+    step = 1 if overwrite else 2
+    try:
+        save(store, step, {"a.safetensors": b"abc"}, token="host-1-b", overwrite=overwrite)
+        if not overwrite:
+            store.delete(1)
+    finally:
+        over.set()
+    assert len(stalled) == 1 and late.wait(10)
+    assert store.steps() == [step] and contents(store, step) == {"a.safetensors": b"abc"}
+
+
+def test_a_manifest_that_never_arrives_leaves_its_outcome_unknown(
+    s3: S3, url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(buckets, "REQUEST_SECONDS", 0.2)
+    over = threading.Event()
+    s3.hook = lambda method, path: (over.wait(100), 503)[1] if method == "PUT" else None
+    try:
+        with pytest.raises(CommitUnknownError, match="it is not known whether step 1 was"):
+            save(open_at(url, timeout=20), 1, {})
     finally:
         over.set()
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import os
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from datetime import datetime, timedelta
@@ -13,15 +12,13 @@ from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
 from torchrelay.errors import UsageError
+from torchrelay.stores.objects.failures import Failure, failure_of, reason_of
 
-CONNECT_TIME = timedelta(seconds=10)
-STALL_TIME = timedelta(seconds=20)  # without a byte, after which a read is asked for again
-_STATUS = re.compile(r"status code: (\d{3})")
-_REFUSALS = {"401": errno.EACCES, "403": errno.EACCES, "404": errno.ENODEV}  # 404: of the bucket
-_ANSWER = re.compile(r"(<\?xml[^>]*>\s*)?<Error>.*</Error>", re.DOTALL)
-_SAID = re.compile(r"<(?:Code|Message)>([^<]*)<")
-_DAMAGED = re.compile(r"InvalidMetadata|Requested \S+, got \S+")  # or of another length
-_NO_BUCKET = re.compile(r"NoSuchBucket|ContainerNotFound|specified (bucket|container) does not")
+REQUEST_SECONDS = 30.0  # that a small request may take; whoever sent it sends it again then
+UPLOAD_RATE = 1 << 20  # bytes per second, over all its parts, at which an upload is not given up
+CONNECT_SECONDS = 10.0
+DELETES = 3  # of the same objects; obstore sends no deletion again by itself
+STALL_SECONDS = 20.0  # without a byte, after which a read is sent again
 CHUNK_BYTES = 8 << 20  # taken over from the library at once
 
 # Where each service's environment names an endpoint; obstore reads these, but turns a
@@ -51,8 +48,9 @@ class ObjectInfo(NamedTuple):
 
 class Bucket:
     """Paths are relative to the URL's prefix. A missing object raises `FileNotFoundError`, any
-    other failure `OSError`, each with the object's URL. One request, with its retries, ends within
-    `timeout` seconds. Safe to use from several threads, not across a fork."""
+    other failure `OSError`, each with the object's URL. A request that takes too long is sent
+    again; one call ends within `timeout` seconds. Safe to use from several threads, not across a
+    fork."""
 
     def __init__(self, url: str, *, timeout: float) -> None:
         scheme, _, rest = url.partition("://")
@@ -69,25 +67,39 @@ class Bucket:
         except ImportError as error:
             hint = "pip install 'torchrelay[cloud]'"
             raise UsageError(f"{url} needs the obstore library: {hint}") from error
+        self._stores, self.timeout = stores, timeout
+        self._writers: dict[float, Any] = {}  # by the seconds that one request may take
         if scheme == "memory":
-            self._store: Any = stores.MemoryStore()
-            self._reads: Any = self._store
+            self._reads: Any = stores.MemoryStore()
             return
-        # The last retry may begin just before its deadline and then take a whole request.
-        half = timedelta(seconds=timeout / 2)
-        options = client_options(scheme, os.environ)
-        options |= {"timeout": half, "connect_timeout": min(half, CONNECT_TIME)}
-        retries = {"retry_timeout": half}
+        # A read of any length may take half of the time, as long as bytes arrive.
         with self.named(""):
-            self._store = stores.from_url(self.url, client_options=options, retry_config=retries)
-            # For reads alone: the time counts while a request is sent, too, and large parts take
-            # their time.
-            options["read_timeout"] = min(half, STALL_TIME)
-            self._reads = self._store
-            with suppress(self._errors.UnknownConfigurationKeyError):  # an old obstore
-                self._reads = stores.from_url(
-                    self.url, client_options=options, retry_config=retries
-                )
+            try:
+                self._reads = self._client(timeout / 2, read_timeout=STALL_SECONDS)
+            except self._errors.UnknownConfigurationKeyError:  # an old obstore
+                self._reads = self._client(timeout / 2)
+
+    def _client(self, seconds: float, **more: float) -> Any:
+        """A client with this many seconds for a request. Retries, the last one included, end within
+        the bucket's timeout."""
+        most = {"timeout": seconds, "connect_timeout": CONNECT_SECONDS, **more}
+        limits = {name: timedelta(seconds=min(value, seconds)) for name, value in most.items()}
+        options = client_options(self.url.partition("://")[0], os.environ) | limits
+        retries = {"retry_timeout": timedelta(seconds=self.timeout - seconds)}
+        return self._stores.from_url(self.url, client_options=options, retry_config=retries)
+
+    def _writes(self, nbytes: int = 0) -> Any:
+        """The client for requests while `nbytes` are sent. Their time is limited: the answer to a
+        write comes at its end, and a connection that stalls is not seen before."""
+        if self.url.startswith("memory://"):
+            return self._reads
+        seconds, needed = REQUEST_SECONDS, REQUEST_SECONDS + nbytes / UPLOAD_RATE
+        while seconds < needed:  # few clients: each has connections of its own
+            seconds *= 2
+        seconds = min(seconds, self.timeout / 2)
+        if seconds not in self._writers:
+            self._writers[seconds] = self._client(seconds)
+        return self._writers[seconds]
 
     def name(self, path: str) -> str:
         return f"{self.url}/{path}" if path else self.url
@@ -95,44 +107,39 @@ class Bucket:
     @contextmanager
     def named(self, path: str) -> Iterator[None]:
         """Turn what obstore raises into an `OSError` with the object's name."""
-        name = self.name(path)
         try:
             yield
-        except FileNotFoundError as error:
-            if _NO_BUCKET.search(str(error)):
-                raise OSError(errno.ENODEV, self._remedy(errno.ENODEV, error), name) from error
-            raise FileNotFoundError(errno.ENOENT, _reason(error), name) from error
-        except self._errors.AlreadyExistsError as error:
-            raise FileExistsError(errno.EEXIST, "the object is there already", name) from error
-        except self._errors.InvalidPathError as error:
-            raise OSError(errno.EILSEQ, _reason(error), name) from error
-        except (self._errors.PermissionDeniedError, self._errors.UnauthenticatedError) as error:
-            reason = self._remedy(errno.EACCES, error)
-            raise PermissionError(errno.EACCES, reason, name) from error
         except (self._errors.BaseError, OSError) as error:
-            code = error.errno if isinstance(error, OSError) else None
-            # obstore has no class for a listing that was refused: asking again is of no use then.
-            if code is None and (status := _STATUS.search(str(error))) is not None:
-                code = _REFUSALS.get(status[1])
-            if _DAMAGED.search(str(error)):  # and it stays so
-                code = errno.EINVAL
-            raise OSError(code or errno.EIO, self._remedy(code, error), name) from error
+            raise self._fault(error, self.name(path)) from error
 
-    def _remedy(self, code: int | None, error: BaseException) -> str:
-        """The cause first, with what to do about it; then the text of the service, or library."""
-        said = _reason(error)
+    def _fault(self, error: BaseException, name: str) -> OSError:
+        """The `OSError` for an exception of obstore: the cause first, then what to do about it."""
+        failure, reason = failure_of(error, self._errors), reason_of(error)
         bucket = urlsplit(self.url).netloc
-        if code == errno.ENODEV:
-            return (
+        if failure is Failure.NO_OBJECT:
+            return FileNotFoundError(errno.ENOENT, reason, name)
+        if failure is Failure.EXISTS:
+            return FileExistsError(errno.EEXIST, "the object is there already", name)
+        if failure is Failure.BAD_NAME:
+            return OSError(errno.EILSEQ, reason, name)
+        if failure is Failure.UNREADABLE:
+            return OSError(errno.EINVAL, reason, name)
+        if failure is Failure.NO_BUCKET:
+            return OSError(
+                errno.ENODEV,
                 f"the bucket {bucket!r} does not exist: create it, or correct its name, the region "
-                f"or the endpoint ({said})"
+                f"or the endpoint ({reason})",
+                name,
             )
-        if code == errno.EACCES:
-            return (
+        if failure is Failure.REFUSED:
+            return PermissionError(
+                errno.EACCES,
                 f"access to the bucket {bucket!r} is refused: correct the credentials, or the "
-                f"rights of their user ({said})"
+                f"rights of their user ({reason})",
+                name,
             )
-        return said
+        code = error.errno if isinstance(error, OSError) else None
+        return OSError(code or errno.EIO, reason, name)
 
     def put(self, path: str, content: bytes, *, create: bool) -> None:
         """Put a JSON object in one atomic request; `create`: `FileExistsError` if it exists."""
@@ -158,7 +165,7 @@ class Bucket:
         with self.named(path):
             try:
                 self._obs.put(
-                    self._store,
+                    self._writes(len(content)),
                     path,
                     content,
                     mode=mode,
@@ -182,8 +189,9 @@ class Bucket:
         """A file to write to: parts of a large one are uploaded while later ones are written.
         It keeps what it is given, without a copy."""
         with self.named(path):
+            client = self._writes(part_bytes * concurrency)
             return self._obs.open_writer(
-                self._store, path, buffer_size=part_bytes, max_concurrency=concurrency
+                client, path, buffer_size=part_bytes, max_concurrency=concurrency
             )
 
     def get(self, path: str, most: int) -> bytes:
@@ -254,15 +262,22 @@ class Bucket:
 
     def remove(self, paths: Sequence[str]) -> None:
         """Remove objects; an object that is gone already is not an error."""
-        if not paths:
-            return
-        with self.named(paths[0]):
+        for left in reversed(range(DELETES)) if paths else ():
             try:
-                self._obs.delete(self._store, list(paths))
-            except FileNotFoundError:  # some services say so, and leave the rest in place
-                for path in paths:
-                    with suppress(FileNotFoundError):
-                        self._obs.delete(self._store, path)
+                with self.named(paths[0]):
+                    self._remove(list(paths))
+                return
+            except OSError as fault:
+                if fault.errno != errno.EIO or not left:
+                    raise
+
+    def _remove(self, paths: list[str]) -> None:
+        try:
+            self._obs.delete(self._writes(), paths)
+        except FileNotFoundError:  # some services say so, and leave the rest in place
+            for path in paths:
+                with suppress(FileNotFoundError):
+                    self._obs.delete(self._writes(), path)
 
 
 def client_options(scheme: str, environ: Mapping[str, str]) -> dict[str, Any]:
@@ -278,10 +293,3 @@ def client_options(scheme: str, environ: Mapping[str, str]) -> dict[str, Any]:
 
 def _last(paths: list[str]) -> list[str]:
     return [path.rpartition("/")[2] for path in paths]
-
-
-def _reason(error: BaseException) -> str:
-    """obstore's message without the dump of its internals, which stays in the cause; of a service's
-    answer in XML, what it says."""
-    text = str(error).partition("\n\nDebug source")[0].strip()
-    return _ANSWER.sub(lambda found: ": ".join(_SAID.findall(found[0])), text)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import time
 from contextlib import suppress
 from math import ceil
 
@@ -24,6 +25,7 @@ from torchrelay.stores.retry import commit_unknown
 PART_BYTES = 16 << 20  # S3 takes none below 5 MiB
 MAX_PARTS = 10_000  # of one object, on S3 and GCS
 CONCURRENCY = 8  # requests at once
+PUTS = 4  # of one manifest, before it is not known whether it arrived
 
 
 def folder_of(bucket: Bucket, step: int) -> str:
@@ -77,27 +79,39 @@ class ObjectDraft(CommitPoint):
             with suppress(FileNotFoundError):
                 replaced, before = committed_at(self._bucket, self._step)
         with self.passing():
-            try:
-                self._bucket.put(path, content, create=not self._overwrite)
-            except OSError as fault:
-                self._decide(fault, content)
+            self._put(path, content)
         if replaced and replaced != self._token:
             with suppress(OSError):  # the step is committed; `clean` removes what is left
                 remove_own(self._bucket, f"step-{self._step}/{replaced}", before)
 
-    def _decide(self, fault: OSError, content: bytes) -> None:
-        """Raise what a failed put means. A lost answer, or the retry after one, looks like a
-        failure: the object decides. Unless the service refused it, it may still arrive."""
-        path, known = manifest_path(self._step), True
+    def _put(self, path: str, content: bytes) -> None:
+        """Put the manifest. A request whose outcome is unknown is sent again: it creates the same
+        object, and only once."""
+        deadline = time.monotonic() + self._bucket.timeout / 2
+        for left in reversed(range(PUTS)):
+            try:
+                self._bucket.put(path, content, create=not self._overwrite)
+                return
+            except OSError as fault:
+                if self._is_there(fault, path, content):
+                    return
+                if not left or time.monotonic() >= deadline:
+                    name, why = self._bucket.name(path), fault.strerror or str(fault)
+                    raise commit_unknown(self._step, why, name) from fault
+
+    def _is_there(self, fault: OSError, path: str, content: bytes) -> bool:
+        """Whether a put that seems to have failed was carried out: the object decides, since a lost
+        answer, and the retry after it, look like failures. Raises the failure if the service
+        refused the request. Otherwise the request may still arrive."""
+        known = True
         try:
             if self._bucket.get(path, MAX_MANIFEST_BYTES) == content:
-                return
+                return True
         except OSError as unread:
             known = isinstance(unread, FileNotFoundError)
         if isinstance(fault, PermissionError) or (isinstance(fault, FileExistsError) and known):
             raise fault
-        name = self._bucket.name(path)
-        raise commit_unknown(self._step, fault.strerror or str(fault), name) from fault
+        return False
 
     def discard(self) -> None:
         if not self.revoke():
