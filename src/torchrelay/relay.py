@@ -19,7 +19,7 @@ from torchrelay.landing.checks.shards import Shards, check_choice
 from torchrelay.landing.options import LandingOptions, checked_device
 from torchrelay.memory.gpu.kernels import warm_up
 from torchrelay.memory.gpu.side import in_use, settle
-from torchrelay.memory.pool import Pool, Pooled, usual_limit
+from torchrelay.memory.pool import Pool, Pooled
 from torchrelay.metrics import Measurement
 from torchrelay.owner import Owner
 from torchrelay.progress import ProgressCallback, reporter
@@ -62,8 +62,9 @@ class Relay:
     connections at a time: two to eight by default, by the number of cores.
 
     Calls from several threads at once are fine. The relay keeps its transfer buffers and the memory
-    of received states that are gone (at most `pool` bytes while idle, a quarter of the machine's
-    by default) until `close`.
+    of received states that are gone (at most `pool` bytes while idle; by default all processes of
+    a host keep a tenth of its memory together, or of the limit of their control group) until
+    `close`.
     """
 
     def __init__(
@@ -108,7 +109,7 @@ class Relay:
         self._connections = usual_connections() if connections is None else connections
         self._resources = Resources()
         # With 0 torch allocates, and nothing is kept.
-        self._pool = None if pool == 0 else Pool(usual_limit() if pool is None else pool)
+        self._pool = None if pool == 0 else Pool(pool)
         self._workspace = Pooled(self._pool)
         self._closed = False
         self._owner = Owner("Relay", "move states in the parent, which has the group's connections")

@@ -61,6 +61,23 @@ def test_groups_of_the_first_version(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert free.free_bytes() == 1024 << 10
 
 
+def test_the_total_is_the_smallest_limit_of_nested_groups(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mount = machine(tmp_path, monkeypatch, "3:memory:/job/worker\n0::/job/worker\n")
+    physical = free.total_bytes()
+    assert physical is not None and physical > 64 * MIB
+    group(mount / "job" / "worker", str(48 * MIB), 10, "", 2)
+    assert free.total_bytes() == 48 * MIB
+    group(mount / "job", str(40 * MIB), 10, "", 2)  # the outer one has less
+    assert free.total_bytes() == 40 * MIB
+    group(mount / "memory" / "job", str(32 * MIB), 10, "", 1)
+    assert free.total_bytes() == 32 * MIB
+    (mount / "memory" / "job" / "memory.limit_in_bytes").write_text(f"{2**63 - 4096}\n")
+    (mount / "job" / "memory.max").write_text("max\n")
+    assert free.total_bytes() == 48 * MIB
+
+
 def test_a_system_that_does_not_say_checks_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -94,7 +94,7 @@ def test_what_is_idle_for_long_is_given_back() -> None:
     del early
     assert pool.idle_bytes in (BIG, 0)  # 0 where this process was held up for so long
     end = time.monotonic() + 30
-    while pool._timed or pool._idle_bytes:
+    while pool._timed or pool.kept_bytes:
         assert time.monotonic() < end
         time.sleep(0.01)
     late.fill_(7)

@@ -18,7 +18,7 @@ from torchrelay.endpoint.pull_options import PullOptions, check_options, load_re
 from torchrelay.endpoint.reshare.swarm import SeedingSource
 from torchrelay.errors import RelayError, StorageTimeoutError, TransferTimeoutError, UsageError
 from torchrelay.loading.loader import Loader
-from torchrelay.memory.pool import Pool, Pooled, usual_limit
+from torchrelay.memory.pool import Pool, Pooled
 from torchrelay.results import Loaded
 from torchrelay.sources.access import Access
 from torchrelay.sources.device_source import DeviceSource
@@ -156,4 +156,4 @@ def pull(
 @cache
 def _pool(process: int) -> Pool:
     """Memory that a pull of this process leaves for the next one. A child of a fork has its own."""
-    return Pool(usual_limit(), seconds=POOL_SECONDS)
+    return Pool(seconds=POOL_SECONDS)

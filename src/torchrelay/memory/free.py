@@ -1,4 +1,4 @@
-"""How much memory is left, asked before much of it is taken.
+"""How much memory there is, and how much of it is left.
 
 Linux promises more memory than it has, and kills processes when all of it is used. So large
 blocks are compared with what is left, and refused with both figures. No torch.
@@ -6,8 +6,10 @@ blocks are compared with what is left, and refused with both figures. No torch.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from contextlib import suppress
+from typing import NamedTuple
 
 from torchrelay.errors import ResourceError
 
@@ -48,30 +50,43 @@ def take_free(nbytes: int, what: str) -> None:
 def free_bytes() -> int | None:
     """The bytes that this process may still take, by the machine and by its control groups; None
     where the system does not say."""
-    found = [*_of_machine(), *_of_groups()]
-    return min(found, default=None)
-
-
-def _of_machine() -> Iterator[int]:
+    left = [max(group.limit - group.used, 0) for group in _groups()]
     with suppress(OSError, ValueError, KeyError):
         lines = (line.split() for line in _text(_MEMINFO).splitlines())
         kib = {line[0]: int(line[1]) for line in lines}
-        yield (kib["MemAvailable:"] + kib["SwapFree:"]) << 10
+        left.append((kib["MemAvailable:"] + kib["SwapFree:"]) << 10)
+    return min(left, default=None)
 
 
-def _of_groups() -> Iterator[int]:
-    """The memory left by each group of this process, and by each above it."""
+def total_bytes() -> int | None:
+    """The bytes that this process and all others of its smallest control group may have together,
+    or all processes of the machine; None where the system does not say."""
+    limits = [group.limit for group in _groups()]
+    with suppress(OSError, ValueError, AttributeError):
+        limits.append(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
+    return min(limits, default=None)
+
+
+class _Group(NamedTuple):
+    """A control group that limits memory."""
+
+    limit: int
+    used: int  # without the pages that the kernel takes back before it runs out
+
+
+def _groups() -> Iterator[_Group]:
+    """The groups of this process, and all above them, that have a limit."""
     with suppress(OSError):
         for line in _text(_GROUPS).splitlines():
             _, names, path = line.split(":", 2)
             if names == "":
-                yield from _up(_MOUNT, path, 2)
+                yield from _groups_above(_MOUNT, path, 2)
             elif "memory" in names.split(","):
-                yield from _up(f"{_MOUNT}/memory", path, 1)
+                yield from _groups_above(f"{_MOUNT}/memory", path, 1)
 
 
-def _up(mount: str, path: str, version: int) -> Iterator[int]:
-    """In a container the path may be that of its host: then the groups that are there count."""
+def _groups_above(mount: str, path: str, version: int) -> Iterator[_Group]:
+    """In a container the path may be that of its host: then the groups that exist here count."""
     limit, used, reclaimed = _FILES[version]
     names = [name for name in path.split("/") if name not in ("", ".", "..")]
     for depth in range(len(names), -1, -1):
@@ -82,7 +97,7 @@ def _up(mount: str, path: str, version: int) -> Iterator[int]:
                 now = int(_text(f"{folder}/{used}"))
                 lines = (line.split() for line in _text(f"{folder}/memory.stat").splitlines())
                 cached = sum(int(line[1]) for line in lines if line and line[0] in reclaimed)
-                yield max(most - now + min(cached, now), 0)
+                yield _Group(most, now - min(cached, now))
 
 
 def _text(path: str) -> str:

@@ -28,6 +28,7 @@ from torchrelay.landing.workspace import LARGE_BYTES, Workspace, allocate
 from torchrelay.memory import threads, vectors
 from torchrelay.memory.free import check_free
 from torchrelay.memory.gpu import kernels
+from torchrelay.memory.idle import IdleMemory, idle_memory
 from torchrelay.memory.pages import Mapping, paged, populate, release
 from torchrelay.memory.writable import first_read_only
 
@@ -41,25 +42,39 @@ class _Range(NamedTuple):
 class Pool:
     """Host memory for received states. Bounded when idle, not in use. Thread-safe.
 
-    `seconds`: so long after the last `take` nothing idle is kept any more.
+    `limit`: the bytes that it keeps; by default its share of `memory.idle`. `seconds`: this long
+    after the last `take` nothing idle is kept any more.
     """
 
-    def __init__(self, limit: int, *, seconds: float | None = None) -> None:
-        self.limit = limit
+    def __init__(
+        self,
+        limit: int | None = None,
+        *,
+        seconds: float | None = None,
+        shared: IdleMemory = idle_memory,
+    ) -> None:
+        self._limit, self._shared = limit, shared
         self._seconds = seconds
         self._until = 0.0
         self._timed = False  # whether a thread waits for that
         self._lock = threading.Lock()
         self._idle: dict[int, deque[_Range]] = {}  # by size; what came back last stands last
-        self._idle_bytes = 0
+        self.kept_bytes = 0
         self._returned: deque[_Range] = deque()
         self._closed = False
+        if limit is None:
+            shared.add(self)
+
+    @property
+    def limit(self) -> int:
+        """The bytes that it may keep now."""
+        return self._shared.left_for(self) if self._limit is None else self._limit
 
     @property
     def idle_bytes(self) -> int:
         with self._lock:
             self._settle()
-            return self._idle_bytes
+            return self.kept_bytes
 
     def take(self, sizes: Sequence[int]) -> list[torch.Tensor]:
         """A buffer for each size, in order. Raises `MemoryError` if memory runs out."""
@@ -69,7 +84,7 @@ class Pool:
             # The newest of those that came back: its pages are the warmest.
             same = [self._idle.get(nbytes) for nbytes in wanted]
             found = [ranges.pop() if ranges else None for ranges in same]
-            self._idle_bytes -= sum(one.nbytes for one in found if one is not None)
+            self.kept_bytes -= sum(one.nbytes for one in found if one is not None)
             fresh = sum(n for n, one in zip(wanted, found, strict=True) if one is None)
             self._evict(self.limit - fresh)  # what fitted nothing makes room for what is new
             self._put_off()
@@ -109,7 +124,7 @@ class Pool:
             same = self._idle.pop(one.nbytes, None) or deque()
             same.append(one)
             self._idle[one.nbytes] = same
-            self._idle_bytes += one.nbytes
+            self.kept_bytes += one.nbytes
         over = self._seconds is not None and time.monotonic() >= self._until
         self._evict(0 if self._closed or over else self.limit)
 
@@ -134,14 +149,14 @@ class Pool:
             time.sleep(left)
 
     def _evict(self, keep: int) -> None:
-        while self._idle_bytes > max(keep, 0):
+        while self.kept_bytes > max(keep, 0):
             size, same = next(iter(self._idle.items()))
             if not same:
                 del self._idle[size]
                 continue
             one = same.popleft()
             release(one.address, one.nbytes)
-            self._idle_bytes -= size
+            self.kept_bytes -= size
 
 
 class CheckedWorkspace(Workspace):
@@ -202,8 +217,3 @@ class Pooled(CheckedWorkspace):
 def cores() -> int:
     """Cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
-def usual_limit() -> int:
-    """A quarter of the machine's memory."""
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 4

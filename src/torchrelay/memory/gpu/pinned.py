@@ -17,6 +17,7 @@ import torch
 
 from torchrelay.memory.arena import register, unregister
 from torchrelay.memory.gpu.kernels import brief_driver, check, driver, take_context
+from torchrelay.memory.idle import idle_memory
 from torchrelay.memory.pages import Mapping, populate
 from torchrelay.memory.pool import cores
 
@@ -33,7 +34,8 @@ class PinnedBuffers:
 
     def __init__(self, threads: int) -> None:
         self.threads = threads
-        self._mapping = Mapping(threads * EACH * PIECE)
+        self.nbytes = threads * EACH * PIECE
+        self._mapping = Mapping(self.nbytes)
         self._pinned: set[int] = set()
 
     def of(self, thread: int) -> list[int]:
@@ -50,25 +52,43 @@ class PinnedBuffers:
             unregister(self._pinned.pop())
 
 
-_kept: list[PinnedBuffers] = []
-_lock = threading.Lock()
+class _KeptBuffers:
+    """The set of buffers that stays with the process, if it may keep that much."""
+
+    def __init__(self) -> None:
+        self._set: PinnedBuffers | None = None
+        self._lock = threading.Lock()
+        idle_memory.add(self)
+
+    @property
+    def kept_bytes(self) -> int:
+        kept = self._set
+        return 0 if kept is None else kept.nbytes
+
+    def take(self) -> PinnedBuffers | None:
+        with self._lock:
+            found, self._set = self._set, None
+            return found
+
+    def give(self, buffers: PinnedBuffers) -> None:
+        with self._lock:
+            if self._set is None and buffers.nbytes <= idle_memory.left_for(self):
+                self._set = buffers
+                return
+        buffers.close()
+
+
+_kept = _KeptBuffers()
 
 
 @contextmanager
 def pinned_buffers() -> Iterator[PinnedBuffers]:
     """A set of buffers for one use, kept for the next one after it."""
-    with _lock:
-        mine = _kept.pop() if _kept else None
-    mine = mine or PinnedBuffers(max(2, min(MOST_THREADS, cores())))
+    mine = _kept.take() or PinnedBuffers(max(2, min(MOST_THREADS, cores())))
     try:
         yield mine
     finally:
-        with _lock:
-            if not _kept:
-                _kept.append(mine)
-                mine = None
-        if mine is not None:
-            mine.close()
+        _kept.give(mine)
 
 
 @cache

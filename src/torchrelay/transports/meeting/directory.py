@@ -21,7 +21,9 @@ from torchrelay.coordination.group_store import pause_after
 from torchrelay.coordination.groups import store_of
 from torchrelay.deadlines import TICK, Deadline
 from torchrelay.errors import DigestError, PeerLostError, RemoteProtocolError, TransferTimeoutError
+from torchrelay.machine import machine
 from torchrelay.memory import threads
+from torchrelay.memory.idle import idle_memory, processes_by_hint
 from torchrelay.transports.c10d import inside_backend
 from torchrelay.transports.wire import handshake
 from torchrelay.transports.wire.messages import Id, Key, Name, NodeAddress
@@ -125,14 +127,28 @@ def _wait_until(found: Callable[[], bool], rank: int, deadline: Deadline) -> Non
 class StoreDirectory(Directory):
     """Identities in the store of a group."""
 
-    def __init__(self, store: Any, rank: int) -> None:
+    def __init__(self, store: Any, rank: int, size: int = 1) -> None:
         super().__init__()
         self._store: Any = dist.PrefixStore("torchrelay/ranks", store)  # type: ignore[attr-defined]
-        self._rank = rank
+        self._rank, self._size = rank, size
+        self.processes_here = size  # at most, as far as the store has said
 
     def publish(self, identity: Identity) -> None:
         """Let the other ranks find this process."""
+        self._count(1)
         self._store.set(str(self._rank), identity.encode())
+        idle_memory.count_by(self)
+
+    def _count(self, more: int) -> None:
+        """Count processes of the group in the store: `more` of them have published an identity.
+
+        Of 8 ranks 5 have, 2 of them on this host: there are at most 2 + 3 here.
+        """
+        everywhere = self._store.add("published", more)
+        here = self._store.add(f"published on {machine()}", more)
+        unknown = max(0, self._size - everywhere)
+        # torchrun says how many it has started here, some of which may have published nothing yet.
+        self.processes_here = max(here, min(here + unknown, processes_by_hint() or self._size))
 
     def knows(self, rank: int) -> bool:
         with suppress(dist.DistError):
@@ -153,7 +169,9 @@ class StoreDirectory(Directory):
                 with inside_backend():
                     # Not by the store's own wait, which keeps all other users of it waiting.
                     _wait_until(lambda: bool(self._store.check([key])), rank, deadline)
-                    answers.append(bytes(self._store.get(key)))
+                    published = bytes(self._store.get(key))
+                    self._count(0)
+                    answers.append(published)
             except Exception as fault:
                 answers.append(fault)
 
@@ -186,4 +204,4 @@ class StoreDirectory(Directory):
 def directory_of(group: Any, store: Any = None) -> StoreDirectory:
     """Where the ranks of a group find each other: in this store, or in the group's own.
     `UsageError` if there is neither."""
-    return StoreDirectory(store_of(group, store), group.rank())
+    return StoreDirectory(store_of(group, store), group.rank(), group.size())

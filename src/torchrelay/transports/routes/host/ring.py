@@ -24,6 +24,7 @@ from torchrelay.geometry.chunks import MAX_CHUNK_BYTES
 from torchrelay.memory import vectors
 from torchrelay.memory.arena import Arena, register, unregister
 from torchrelay.memory.gpu.side import in_use, on_side_stream
+from torchrelay.memory.idle import idle_memory
 from torchrelay.memory.pages import paged
 from torchrelay.memory.pool import cores
 from torchrelay.memory.sealed import keeps_size
@@ -73,6 +74,11 @@ class SharedRings(Resource):
     def __init__(self) -> None:
         self._idle: list[tuple[Arena, Ring]] = []
         self._lock = threading.Lock()
+        idle_memory.add(self)
+
+    @property
+    def kept_bytes(self) -> int:
+        return sum([arena.nbytes for arena, _ in self._idle])
 
     def take(self, sizes: Sequence[int], *, pinned: bool) -> tuple[Arena, Ring]:
         """A ring for chunks of these sizes. Raises `MemoryError` if memory runs out."""
@@ -87,9 +93,13 @@ class SharedRings(Resource):
         return arena, Ring(next(_ids), arena.fd, slots, slot_bytes)
 
     def give(self, arena: Arena, ring: Ring) -> None:
-        """Take a ring back that no receiver uses any more."""
+        """Take back a ring that no receiver uses any more. It is kept if it may be."""
         with self._lock:
-            self._idle.append((arena, ring))
+            kept = self.kept_bytes + arena.nbytes <= idle_memory.left_for(self)
+            if kept:
+                self._idle.append((arena, ring))
+        if not kept:
+            arena.close()
 
     def close(self) -> None:
         with self._lock:
@@ -147,7 +157,7 @@ class MappedRing:
     def __init__(self, claimant: Claimant, record: Ring, *, pinned: bool) -> None:
         self.record = record
         self.pinned = False
-        nbytes = record.slots * record.slot_bytes
+        self.nbytes = nbytes = record.slots * record.slot_bytes
         fd = open_memfd(claimant, record.fd, os.O_RDWR)
         try:
             if os.fstat(fd).st_size < nbytes:
@@ -177,6 +187,12 @@ class MappedRings(Resource):
     def __init__(self) -> None:
         self._open: dict[bytes, MappedRing] = {}  # by the sender's process
         self._lock = threading.Lock()
+        idle_memory.add(self)
+
+    @property
+    def kept_bytes(self) -> int:
+        """A sender that frees its ring does not free memory that is mapped here."""
+        return sum([ring.nbytes for ring in list(self._open.values())])
 
     def take(self, sender: bytes, claimant: Claimant, record: Ring, *, pinned: bool) -> MappedRing:
         with self._lock:
@@ -189,10 +205,14 @@ class MappedRings(Resource):
 
     def give(self, sender: bytes, ring: MappedRing) -> None:
         with self._lock:
-            before = self._open.pop(sender, None)
-            self._open[sender] = ring
-        if before is not None:
-            before.close()
+            over = [self._open.pop(sender, None)]
+            if self.kept_bytes + ring.nbytes <= idle_memory.left_for(self):
+                self._open[sender] = ring
+            else:
+                over.append(ring)
+        for one in over:
+            if one is not None:
+                one.close()
 
     def forget(self, process: bytes) -> None:
         with self._lock:
