@@ -27,7 +27,8 @@ from torchrelay.deadlines import Deadline
 from torchrelay.geometry.runs import Runs
 from torchrelay.transports.routes.host import claims
 from torchrelay.transports.routes.host.claims import Claimant, Proof, claim
-from torchrelay.transports.routes.memory import MemoryFacts, MemoryService, MemoryTable
+from torchrelay.transports.routes.host.facts import MemoryFacts, MemoryTable
+from torchrelay.transports.routes.memory import MemoryService
 from torchrelay.transports.routes.outgoing import Outgoing
 from torchrelay.transports.routes.route import Unavailable
 from torchrelay.transports.routes.tcp import TcpGo

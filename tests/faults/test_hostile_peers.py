@@ -18,7 +18,8 @@ from tests.support.strangers import resident
 from tests.support.ways import by, patched
 from torchrelay.geometry.runs import Runs
 from torchrelay.memory.digest import digest
-from torchrelay.transports.routes.memory import MemoryService, MemoryTable
+from torchrelay.transports.routes.host.facts import MemoryTable
+from torchrelay.transports.routes.memory import MemoryService
 from torchrelay.transports.routes.outgoing import Outgoing
 from torchrelay.transports.wire.messages import Accept, Confirmed, Need, Offer, RouteNote
 

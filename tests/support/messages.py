@@ -16,8 +16,8 @@ from torchrelay.transports.meeting.connection import Connection
 from torchrelay.transports.meeting.directory import Identity
 from torchrelay.transports.routes.cuda.handles import Export
 from torchrelay.transports.routes.group import GroupFacts
+from torchrelay.transports.routes.host.facts import MemoryFacts, MemoryTable
 from torchrelay.transports.routes.host.ring import Fill, Ring
-from torchrelay.transports.routes.memory import MemoryFacts, MemoryTable
 from torchrelay.transports.routes.tcp import TcpAnswer, TcpGo
 from torchrelay.transports.wire import messages
 

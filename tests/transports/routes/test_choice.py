@@ -24,7 +24,7 @@ from torchrelay.transports.resources import Resources
 from torchrelay.transports.routes import choice as routes
 from torchrelay.transports.routes.host import claims, location
 from torchrelay.transports.routes.host.claims import Proof
-from torchrelay.transports.routes.memory import MemoryFacts, reach
+from torchrelay.transports.routes.host.facts import MemoryFacts, reach
 from torchrelay.transports.routes.route import RouteFetch, Unavailable
 from torchrelay.transports.wire.messages import (
     NONCE_BYTES,

@@ -14,8 +14,9 @@ from tests.support.faults import CHUNK, attempt, received, weights
 from tests.support.messages import altering
 from tests.support.ways import by, patched
 from torchrelay.geometry.runs import Runs
+from torchrelay.transports.routes.host.facts import MemoryTable
 from torchrelay.transports.routes.host.ring import Fill, Ring
-from torchrelay.transports.routes.memory import MemoryService, MemoryTable
+from torchrelay.transports.routes.memory import MemoryService
 from torchrelay.transports.routes.outgoing import Outgoing
 from torchrelay.transports.wire.messages import MAX_CHUNKS, Accept, Offer, RouteNote
 
@@ -37,10 +38,10 @@ LIES: dict[str, tuple[dict[str, Any], str]] = {
     "sums that wrap": ({"host": table((16, 0, BIG))}, "RemoteProtocolError"),
     "overlap": ({"host": table((0, 0, 64), (32, 0, 64))}, "RemoteProtocolError"),
     "out of order": ({"host": table((64, 0, 16), (0, 0, 16))}, "RemoteProtocolError"),
-    "no such chunks": ({"apart": ((0, 999),)}, "RemoteProtocolError"),
-    "more chunks than memory": ({"apart": ((0, MAX_CHUNKS),)}, "RemoteProtocolError"),
-    "negative chunks": ({"apart": ((-1, 1),)}, "RemoteProtocolError"),
-    "chunks backwards": ({"apart": ((3, 1),)}, "RemoteProtocolError"),
+    "no such chunks": ({"elsewhere": ((0, 999),)}, "RemoteProtocolError"),
+    "more chunks than memory": ({"elsewhere": ((0, MAX_CHUNKS),)}, "RemoteProtocolError"),
+    "negative chunks": ({"elsewhere": ((-1, 1),)}, "RemoteProtocolError"),
+    "chunks backwards": ({"elsewhere": ((3, 1),)}, "RemoteProtocolError"),
     "wild addresses": ({"host": None}, "PeerLostError"),
 }
 

@@ -15,14 +15,9 @@ from torchrelay.memory.gpu.side import side_stream
 from torchrelay.transports.routes import route as r
 from torchrelay.transports.routes.cuda.handles import Exported, Openings, Sources
 from torchrelay.transports.routes.host import claims
-from torchrelay.transports.routes.memory import (
-    MemoryFetch,
-    MemoryService,
-    MemoryTable,
-    Reachable,
-    reach,
-    read_facts,
-)
+from torchrelay.transports.routes.host.chunk_paths import ChunkPath
+from torchrelay.transports.routes.host.facts import MemoryTable, Reachable, reach, read_facts
+from torchrelay.transports.routes.memory import MemoryFetch, MemoryService
 from torchrelay.transports.routes.outgoing import Outgoing
 from torchrelay.transports.wire import messages as m
 
@@ -56,7 +51,7 @@ class CudaService(MemoryService):
             super().table(outgoing),
             device=exported.device,
             exports=exported.exports,
-            strays=m.to_ranges(list(outgoing.strays)),
+            unexported=m.to_ranges(list(outgoing.unexported)),
         )
 
 
@@ -81,12 +76,11 @@ class CudaFetch(MemoryFetch):
         super()._plan(table)
 
     def _compared(self) -> list[int]:
-        return [*super()._compared(), *(self._paths.opened if self._digests else ())]
+        return [*super()._compared(), *(self._on(ChunkPath.OPENED) if self._digests else ())]
 
     def _read_chunks(self, chunks: list[int]) -> None:
-        opened = self._paths.opened.intersection(chunks)
-        super()._read_chunks([chunk for chunk in chunks if chunk not in opened])
-        self._copy_device_memory(sorted(opened))
+        super()._read_chunks(chunks)
+        self._copy_device_memory([i for i in sorted(chunks) if self._paths[i] is ChunkPath.OPENED])
 
     def _copy_device_memory(self, chunks: list[int]) -> None:
         """Returns when all of it is in its place, and hashed if it should be."""

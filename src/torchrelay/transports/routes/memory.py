@@ -1,7 +1,7 @@
 """Route "memory": the receiver reads the sender's host memory, on the same machine.
 
-Host memory is read from where it lies straight to where it belongs, by a few threads and without
-the sender's help. Chunks that the receiver cannot read where they lie come through a ring of shared
+Host memory is read from where it lies to where it belongs, by a few threads and without the
+sender's help. Chunks that the receiver cannot read where they lie come through a ring of shared
 buffers, as it asks for them.
 """
 
@@ -10,11 +10,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 from contextlib import ExitStack
 from functools import partial
-from typing import Annotated, NamedTuple
 
 import msgspec
 import numpy as np
-from msgspec import Meta
 
 from torchrelay.errors import PeerLostError
 from torchrelay.geometry.runs import Moves, Runs, moves
@@ -22,10 +20,16 @@ from torchrelay.memory.digest import RollingDigest
 from torchrelay.memory.gpu.side import in_use
 from torchrelay.memory.vectors import Batch, OtherMemoryError, batches, copy, read
 from torchrelay.transports.routes import route as r
-from torchrelay.transports.routes.cuda.handles import MAX_EXPORTS, Export
 from torchrelay.transports.routes.host import claims, location
-from torchrelay.transports.routes.host.chunk_paths import ChunkPaths, SenderMemory, choose_paths
-from torchrelay.transports.routes.host.claims import Claimant
+from torchrelay.transports.routes.host.chunk_paths import ChunkPath, SenderMemory, choose_paths
+from torchrelay.transports.routes.host.facts import (
+    MemoryFacts,
+    MemoryTable,
+    Reachable,
+    reach,
+    read_facts,
+    read_table,
+)
 from torchrelay.transports.routes.host.ring import (
     Fill,
     MappedRing,
@@ -45,36 +49,6 @@ _ZEROS = np.zeros(64 << 10, np.uint8)
 _to_receiver: msgspec.msgpack.Decoder[Ring | Fill] = msgspec.msgpack.Decoder(Ring | Fill)
 
 
-class MemoryTable(msgspec.Struct, array_like=True, frozen=True):
-    """Where the bytes of a state lie in the sender's memory: on the host, and on route "cuda_ipc"
-    in exported GPU memory."""
-
-    host: m.Blob = b""  # `geometry.runs.Runs.pack`
-    apart: m.ChunkRanges = ()  # chunks that have bytes elsewhere: on a device, or strided
-    device: m.Blob = b""  # `handles.pack`
-    exports: Annotated[tuple[Export, ...], Meta(max_length=MAX_EXPORTS)] = ()
-    strays: m.ChunkRanges = ()  # of `apart`, the chunks that have bytes which no export reaches
-
-
-class MemoryFacts(msgspec.Struct, array_like=True, frozen=True):
-    """Where the sender's process is.
-
-    Its claim (`claims.claim`) is at address `beacon` of its memory and in its file `fd`: a receiver
-    that finds it there reads the process of the rank that it talks to.
-    """
-
-    location: m.ProcessLocation
-    beacon: Annotated[int, Meta(ge=0, le=(1 << 63) - 1)] = 0
-    fd: m.Descriptor = -1
-    verify: bool = False  # digests are compared
-    table: MemoryTable = MemoryTable()  # of all of the state
-
-    @property
-    def claimant(self) -> Claimant:
-        return Claimant(self.location.pid, self.fd, self.beacon)
-
-
-read_facts, _read_table = m.reader(MemoryFacts), m.reader(MemoryTable)
 _read_fill = m.reader(Fill)
 
 
@@ -114,7 +88,7 @@ class MemoryService(r.RouteService):
         return b"" if outgoing is self._offered else m.write(self.table(outgoing))
 
     def table(self, outgoing: Outgoing) -> MemoryTable:
-        return MemoryTable(outgoing.host, m.to_ranges(list(outgoing.apart)))
+        return MemoryTable(outgoing.host, m.to_ranges(list(outgoing.elsewhere)))
 
     def hear(self, data: bytes) -> None:
         if self.outgoing is None:
@@ -145,25 +119,6 @@ class MemoryService(r.RouteService):
             self._proof.close()
 
 
-class Reachable(NamedTuple):
-    """The sender's process, which is on this machine and is the one that it says it is."""
-
-    facts: MemoryFacts
-    reads: bool  # its memory can be read where it lies
-
-
-def reach(facts: MemoryFacts, incoming: r.Incoming) -> Reachable | r.Unavailable:
-    """Find out whether the sender's process is on this machine, and can be read."""
-    talk = incoming.conversation
-    if why := location.unreachable(location.here(), facts.location):
-        return r.Unavailable(why)
-    incoming.member.resources.watch(talk.process, facts.claimant.pid)
-    claim = claims.claim(incoming.nonce, talk.sender, talk.me, incoming.offer.transfer)
-    if why := claims.cannot_open(facts.claimant, claim):
-        return r.Unavailable(why)
-    return Reachable(facts, not claims.cannot_read(facts.claimant, claim))
-
-
 def _clear(gaps: Runs) -> None:
     """Write zeros where the sender has no bytes: what this memory held before is not part of the
     state."""
@@ -178,7 +133,7 @@ class MemoryFetch(ReadingFetch):
     """Reads the sender's memory, or has chunks put into the ring."""
 
     _sources: Runs
-    _paths: ChunkPaths
+    _paths: list[ChunkPath]
     _exported: Runs | None = None  # bytes in device memory of the sender that is open here
     _hashed: frozenset[int] | None = None  # the chunks that a device can hash, if it should
 
@@ -201,7 +156,7 @@ class MemoryFetch(ReadingFetch):
 
     def run(self, go: bytes) -> None:
         if not self._incoming.whole:
-            self._plan(_read_table(go))
+            self._plan(read_table(go))
         super().run(go)
         self._arrived = True
 
@@ -212,48 +167,46 @@ class MemoryFetch(ReadingFetch):
             self._sources = Runs.unpack(table.host, chunks.stream_bytes)
         except ValueError as fault:
             raise self._wrong(str(fault)) from None
-        apart, strays = (tuple(m.from_ranges(some, count)) for some in (table.apart, table.strays))
+        elsewhere, unexported = (
+            m.from_ranges(some, count) for some in (table.elsewhere, table.unexported)
+        )
         theirs = SenderMemory(
-            self._sources, apart, self._reads, self._exported, strays, self._hashed
+            self._sources, elsewhere, self._reads, self._exported, unexported, self._hashed
         )
         self._paths = choose_paths(chunks, self._places, theirs, verify=self._verify)
 
+    def _on(self, *paths: ChunkPath) -> list[int]:
+        """The chunks that take one of these paths."""
+        return [chunk for chunk, path in enumerate(self._paths) if path in paths]
+
     def _threads(self, most: int) -> int:
-        if self._paths.buffered:
+        if ChunkPath.BUFFERED in self._paths:
             # Each thread has a buffer of its own.
             most = min(most, max(1, BUFFER_BYTES // max(self._chunks.sizes)))
         return most
 
     def _compared(self) -> list[int]:
-        return self._one_by_one if self._verify else []
-
-    @property
-    def _by_host(self) -> list[int]:
-        """The chunks that are read straight from host memory."""
-        return [chunk for chunk in self._paths.straight if chunk not in self._paths.opened]
-
-    @property
-    def _one_by_one(self) -> list[int]:
-        """The chunks that are read one at a time: of those read straight, the hashed ones."""
-        straight = self._by_host if self._verify else []
-        return [*straight, *self._paths.buffered, *self._paths.ringed]
+        if not self._verify:
+            return []
+        return self._on(ChunkPath.DIRECT, ChunkPath.BUFFERED, ChunkPath.RINGED)
 
     def _begin(self) -> None:
         if self.landing.live:
             self.landing.torn = True
-        if self._verify:
-            _clear(self._of(self._places.host, self._by_host).without(self._sources))
+        if self._verify:  # each chunk is hashed when it has been read
+            _clear(self._of(self._places.host, self._on(ChunkPath.DIRECT)).without(self._sources))
+            self._read_chunks(list(range(len(self._chunks))))
         else:
-            self._read_straight()
-        self._read_chunks([*self._one_by_one, *self._paths.opened])
+            self._read_direct()
+            self._read_chunks(self._on(ChunkPath.BUFFERED, ChunkPath.RINGED, ChunkPath.OPENED))
 
     def _read_chunks(self, chunks: list[int]) -> None:
-        buffered, ringed = set(self._paths.buffered), set(self._paths.ringed)
+        self._unfilled = [chunk for chunk in chunks if self._paths[chunk] is ChunkPath.RINGED]
         for chunk in chunks:
-            if chunk not in ringed:
-                job = self._read_buffered if chunk in buffered else self._read_and_hash
-                self._submit(partial(job, chunk))
-        self._unfilled = [chunk for chunk in chunks if chunk in ringed]
+            if self._paths[chunk] is ChunkPath.BUFFERED:
+                self._submit(partial(self._read_buffered, chunk))
+            elif self._paths[chunk] is ChunkPath.DIRECT:
+                self._submit(partial(self._read_and_hash, chunk))
         self._outstanding += len(self._unfilled)
         if self._unfilled:
             self._ask(range(self._slots))
@@ -271,12 +224,14 @@ class MemoryFetch(ReadingFetch):
         self._open.close()
         self._incoming.member.resources.settle(self._talk.process, arrived=self._arrived)
 
-    # Straight from the sender's memory
+    # Directly from the sender's memory
 
-    def _read_straight(self) -> None:
-        straight, host = self._paths.straight, self._places.host
-        found = moves(self._of(self._sources, straight), host)
-        _clear(self._of(host, straight).unfilled(found))
+    def _read_direct(self) -> None:
+        """All host memory that is read without a buffer, also of chunks that have bytes in opened
+        device memory. Many tensors per call: chunks do not matter here."""
+        chunks, host = self._on(ChunkPath.DIRECT, ChunkPath.OPENED), self._places.host
+        found = moves(self._of(self._sources, chunks), host)
+        _clear(self._of(host, chunks).unfilled(found))
         for batch in batches(found, bridge=True):
             self._submit(partial(self._read_batch, batch))
 

@@ -54,12 +54,12 @@ class Outgoing:
     @property
     def device(self) -> Runs:
         """Contiguous memory of GPUs."""
-        return self._elsewhere[0]
+        return self._not_on_host[0]
 
     @cached_property
-    def apart(self) -> tuple[int, ...]:
+    def elsewhere(self) -> tuple[int, ...]:
         """The chunks that have bytes where no address of this host leads to them."""
-        device, others = self._elsewhere
+        device, others = self._not_on_host
         if not len(device.starts) and not len(others.starts):
             return ()
         return self._chunks_of(Runs.merged(device.stretches, others))
@@ -76,12 +76,12 @@ class Outgoing:
         """Make the tables that receivers of this machine need, before one asks. A table that fails
         here fails again for each of them, which gets the reason."""
         with suppress(Exception):
-            self.host, self.apart, self.exported  # noqa: B018
+            self.host, self.elsewhere, self.exported  # noqa: B018
 
     @property
-    def strays(self) -> tuple[int, ...]:
-        """Of those, the chunks that have bytes outside of contiguous GPU memory."""
-        return self._chunks_of(self._elsewhere[1])
+    def unexported(self) -> tuple[int, ...]:
+        """Of those, the chunks that have bytes in no contiguous GPU memory, which no export has."""
+        return self._chunks_of(self._not_on_host[1])
 
     @cached_property
     def on_gpu(self) -> DeviceChunks:
@@ -89,7 +89,7 @@ class Outgoing:
         return DeviceChunks(self._chunks, self.device if in_use() else Runs([], [], []))
 
     @cached_property
-    def _elsewhere(self) -> tuple[Runs, Runs]:
+    def _not_on_host(self) -> tuple[Runs, Runs]:
         """Contiguous memory of GPUs, and which bytes of the stream lie elsewhere."""
         found, others = [], []
         for at, region in self._stream.regions:

@@ -1,85 +1,128 @@
 """The path that each chunk of a state takes on one machine. Pure.
 
-A chunk is read straight from the sender's memory if both ends lie in memory of the same kind, by
-way of a buffer if the sender's end can be read but this end takes more than a copy, and through the
-ring if the sender's end cannot be read from here.
+`path_of` decides about one chunk by how many of its bytes lie where at both ends. Three chunks of
+100 bytes, where this process can read the sender's host memory and has opened its GPU memory:
+
+    sender has              goes to                path      because
+    100 on the host         100 on the host        DIRECT    the kernel copies it, or a thread does
+    60 host, 40 on a GPU    60 host, 40 on a GPU   OPENED    the 40 are copied on the GPU; the 60 by
+                                                             the kernel, unless a digest is wanted:
+                                                             then RINGED, as a digest needs all 100
+    100 on the host         60 host, 40 on a GPU   BUFFERED  a copy by address does not reach a GPU
+    100 strided             100 on the host        RINGED    they are at no address: the sender
+                                                             packs them into a slot of the ring
 """
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from collections.abc import Collection
+from enum import Enum, auto
+from typing import NamedTuple
 
-import numpy as np
-
-from torchrelay.geometry.chunks import Chunks, Counts
+from torchrelay.geometry.chunks import Chunks
 from torchrelay.geometry.runs import Moves, Runs, moves
 from torchrelay.plan.region import Stream
 
 
-class ChunkPaths(NamedTuple):
-    """Chunks by their paths."""
+class ChunkPath(Enum):
+    """How the bytes of a chunk get here."""
 
-    straight: list[int]
-    buffered: list[int]
-    ringed: list[int]
-    opened: frozenset[int] = frozenset()  # of those read straight, from device memory alone
+    DIRECT = auto()  # from the sender's host memory to ours, without a buffer
+    OPENED = auto()  # from device memory of the sender that is open here; host memory as DIRECT
+    BUFFERED = auto()  # from the sender's host memory to a buffer, and from there to all places
+    RINGED = auto()  # through the ring: this process cannot read them where they lie
+
+
+class ChunkBytes(NamedTuple):
+    """Where the bytes of one chunk lie, at the sender and here."""
+
+    on_host: int  # at an address of the sender's host memory
+    exported: int  # in device memory of the sender that is open here
+    elsewhere: bool  # the sender says that some are at no address of its host
+    unexported: bool  # and that some of those are in no exported memory either
+    to_device: int  # go to device memory here
+    host_to_host: int  # are at such an address at both ends
+    device_to_device: int  # are in such device memory at both ends
+    device_to_host: int
+    hashable: bool  # this process's devices can make its digest
 
 
 class SenderMemory(NamedTuple):
     """The locations of the sender's bytes, and the parts that this process can read."""
 
     host: Runs
-    apart: tuple[int, ...]  # chunks that have bytes elsewhere
+    elsewhere: Collection[int]  # chunks that have bytes at no address of its host
     reads: bool  # this process can read its host memory
     exported: Runs | None = None  # bytes in device memory that this process can read too
-    strays: tuple[int, ...] = ()  # chunks that have bytes where no export reaches
+    unexported: Collection[int] = ()  # chunks that have bytes where no export reaches
     hashed: frozenset[int] | None = None  # if device memory is hashed: chunks that can be
+
+
+def path_of(chunk: ChunkBytes, *, reads: bool, verify: bool, hashes_devices: bool) -> ChunkPath:
+    """`reads`: this process can read the sender's host memory. `verify`: host memory is hashed;
+    `hashes_devices`: device memory is."""
+    if _is_opened(chunk, reads=reads, verify=verify, hashes_devices=hashes_devices):
+        return ChunkPath.OPENED
+    if chunk.elsewhere or not reads:
+        return ChunkPath.RINGED
+    # A digest is of the whole chunk, also of bytes that go nowhere.
+    if chunk.to_device or (verify and chunk.host_to_host < chunk.on_host):
+        return ChunkPath.BUFFERED
+    return ChunkPath.DIRECT
+
+
+def _is_opened(chunk: ChunkBytes, *, reads: bool, verify: bool, hashes_devices: bool) -> bool:
+    """Whether copies on devices bring all that device memory of the sender has of a chunk."""
+    if not chunk.elsewhere or chunk.unexported or chunk.device_to_host:
+        return False
+    if chunk.device_to_device != chunk.to_device:
+        return False
+    if chunk.host_to_host and (verify or hashes_devices or not reads):
+        return False  # bytes on the host have to be read, and may have to be in the digest
+    return not hashes_devices or (chunk.hashable and chunk.exported == chunk.to_device)
 
 
 def choose_paths(
     chunks: Chunks, places: Stream, memory: SenderMemory, *, verify: bool
-) -> ChunkPaths:
-    """`verify`: host memory is hashed."""
-    sources, exported, reads = memory.host, memory.exported, memory.reads
-    count = len(chunks)
+) -> list[ChunkPath]:
+    """The path of each chunk, from the sender's memory to `places`. `verify`: host memory is
+    hashed."""
     device = places.device.stretches
-    far = exported is not None or memory.apart or len(device.starts)
-    if reads and not (verify or far):
-        return ChunkPaths(list(range(count)), [], [])  # host memory at both ends
-    to_device = _bytes_in(chunks, device)
-    apart, strays = _mask(count, memory.apart), _mask(count, memory.strays)
-    if exported is not None:
-        matched = _bytes_in(chunks, moves(exported, device))
-        crossed = _bytes_in(chunks, moves(exported, places.host)) > 0
-        opened = apart & ~strays & (matched == to_device) & ~crossed
-        if memory.hashed is not None:
-            # A digest is of the whole chunk.
-            opened &= (_bytes_in(chunks, exported) == to_device) & _mask(count, memory.hashed)
-    else:
-        opened = np.zeros(count, bool)
-    from_host = _bytes_in(chunks, moves(sources, places.host))
-    if not reads or verify or memory.hashed is not None:
-        # Some bytes of an opened chunk may lie on the host: to be read, or hashed.
-        opened &= from_host == 0
-    readable = ~apart if reads else np.zeros(count, bool)
-    ringed = ~readable & ~opened
-    buffered = readable & (to_device > 0)
-    if verify:  # a digest covers the whole chunk, including unwanted bytes
-        buffered |= readable & (from_host < _bytes_in(chunks, sources))
-    straight = ~ringed & ~buffered
-    marks = (straight, buffered, ringed, straight & opened)
-    here, by_buffer, by_ring, far = (np.flatnonzero(mark).tolist() for mark in marks)
-    return ChunkPaths(here, by_buffer, by_ring, frozenset(far))
+    exported = memory.exported if memory.exported is not None else Runs([], [], [])
+    columns = (
+        _bytes_in(chunks, memory.host),
+        _bytes_in(chunks, exported),
+        _bytes_in(chunks, device),
+        _bytes_in(chunks, moves(memory.host, places.host)),
+        _bytes_in(chunks, moves(exported, device)),
+        _bytes_in(chunks, moves(exported, places.host)),
+    )
+    elsewhere, unexported = set(memory.elsewhere), set(memory.unexported)
+    hashes_devices, hashable = memory.hashed is not None, memory.hashed or frozenset()
+    found = []
+    for index, row in enumerate(zip(*columns, strict=True)):
+        on_host, opened, to_device, host_to_host, device_to_device, device_to_host = row
+        chunk = ChunkBytes(
+            on_host=on_host,
+            exported=opened,
+            elsewhere=index in elsewhere,
+            unexported=index in unexported or memory.exported is None,
+            to_device=to_device,
+            host_to_host=host_to_host,
+            device_to_device=device_to_device,
+            device_to_host=device_to_host,
+            hashable=index in hashable,
+        )
+        path = path_of(chunk, reads=memory.reads, verify=verify, hashes_devices=hashes_devices)
+        found.append(path)
+    return found
 
 
-def _mask(count: int, indices: Any) -> np.ndarray[Any, np.dtype[np.bool_]]:
-    mask = np.zeros(count, bool)
-    mask[list(indices)] = True
-    return mask
-
-
-def _bytes_in(chunks: Chunks, held: Runs | Moves) -> Counts:
+def _bytes_in(chunks: Chunks, held: Runs | Moves) -> list[int]:
     """How many bytes of these lie in each chunk."""
     if isinstance(held, Moves):
-        return chunks.shares_of(held.positions, held.nbytes)
-    return chunks.shares_of(held.starts, held.stops - held.starts)
+        counts = chunks.shares_of(held.positions, held.nbytes)
+    else:
+        counts = chunks.shares_of(held.starts, held.stops - held.starts)
+    found: list[int] = counts.tolist()
+    return found
