@@ -9,13 +9,12 @@ from __future__ import annotations
 
 import socket
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack, suppress
 from functools import partial
 from typing import Annotated
 
 import msgspec
-import torch
 from msgspec import Meta
 
 from torchrelay.errors import RelayError
@@ -31,6 +30,7 @@ from torchrelay.transports.streams.chunk_receiver import (
     FeedLost,
 )
 from torchrelay.transports.streams.chunk_sender import MAX_CONNECTIONS, ChunkSender, FeedBroken
+from torchrelay.transports.streams.next_receiver import NextReceiver
 from torchrelay.transports.streams.sockets import DataSocket
 from torchrelay.transports.wire import messages as m
 
@@ -101,7 +101,7 @@ class TcpService(r.RouteService):
         self._feed.put(chunks)
         ticket = receiver.tickets[receiver.rank]._replace(broken=self._tickets)
         self._tickets += 1
-        self._stack.enter_context(receiver.member.node.expect(ticket, _add_to(self._feed)))
+        self._stack.enter_context(receiver.member.node.expect(ticket, _adds_to(self._feed)))
 
     def need(self, chunks: Sequence[int], *, restart: bool) -> None:
         self._asked += len(chunks)
@@ -131,59 +131,135 @@ class TcpService(r.RouteService):
             self.connections = max(self.connections, feed.connections)
 
 
-def _add_to(feed: ChunkSender) -> Callable[[socket.socket], None]:
+def _adds_to(feed: ChunkSender) -> Callable[[socket.socket], None]:
     return lambda sock: feed.add(DataSocket(sock))
 
 
 class TcpFetch(r.RouteFetch):
     """Takes chunks from its upstream, passes them on, and asks the sender for what it lacks."""
 
-    _chunks: ChunkReceiver
-    _go: TcpGo
-
     def __init__(self, incoming: r.Incoming) -> None:
-        self._incoming, self._talk = incoming, incoming.conversation
-        self._progress = r.FetchProgress(incoming)
+        self._incoming = incoming
         self.verified = incoming.offer.verify
         self.answer = m.write(TcpAnswer(max(1, incoming.connections)))
-        self._stack = ExitStack()
-        self._feeds: list[Feed] = []
-        self._upstream: Feed | None = None  # that is not the sender
-        self._direct: Feed | None = None  # the sender
-        self._downstream: ChunkSender | None = None
-        self._passing: dict[int, ChunkArrived] = {}  # chunks for the next receiver of the chain
-        self._broken = 0  # times that connections to the sender broke
-        self._expected = len(incoming.landing.chunks)  # chunks that have yet to arrive
-        self._patience = incoming.offer.patience
-        self._arrived_at = time.monotonic()
-
-    # The phase
+        self._transfer: _ChunkTransfer | None = None
 
     def run(self, go: bytes) -> None:
-        self._go = _read_go(go)
-        chain = self._go.downstream is not None
+        transfer = self._transfer = _ChunkTransfer(self._incoming, _read_go(go))
+        transfer.run()
+        self.messages, self.wire_bytes = transfer.messages, transfer.wire_bytes
+        self.connections = transfer.connections
+
+    def finish(self) -> None:
+        """Let the next receiver have the last chunks."""
+        if self._transfer is not None:
+            self._transfer.finish()
+
+    def close(self) -> None:
+        if self._transfer is not None:
+            self._transfer.close()
+
+
+class _ChunkTransfer:
+    """The chunks of one transfer, from the two sources that they can come from.
+
+    | event                 | from the upstream, a receiver  | from the sender                     |
+    |-----------------------|--------------------------------|-------------------------------------|
+    | a chunk has arrived   | pass it on                     | pass it on                          |
+    | a chunk is damaged    | `Need` it from the sender      | `Need` it again, `RETRIES` times    |
+    | connections are lost  | leave it: `Need` all that lack | the same, over new ones, `RETRIES`  |
+    | no chunk for a while  | leave it                       | wait for the deadline               |
+
+    In the chain sender -> 1 -> 2 -> 3, where rank 1 dies: rank 2 leaves it and needs chunks 5 to 9
+    from the sender. It feeds rank 3 as before, which notices nothing but a delay, and has more
+    patience the further down the chain it is.
+    """
+
+    def __init__(self, incoming: r.Incoming, go: TcpGo) -> None:
+        self._incoming, self._go, self._talk = incoming, go, incoming.conversation
         self._chunks = ChunkReceiver(
-            self._incoming.landing,
-            self._incoming.on_gpu(),
-            partial(self._incoming.member.buffer, pinned=self._incoming.pins),
+            incoming.landing,
+            incoming.on_gpu(),
+            partial(incoming.member.buffer, pinned=incoming.pins),
             self._talk.inbox.put,
-            verify=self.verified,
-            cells=self._incoming.offer.cells,
-            keep=FORWARDED * self._go.connections if chain else 0,
+            verify=incoming.offer.verify,
+            cells=incoming.offer.cells,
+            keep=0 if go.downstream is None else FORWARDED * go.connections,
         )
+        self._progress = r.FetchProgress(incoming)
+        self._patience = incoming.offer.patience
+        self._expected = len(incoming.landing.chunks)  # chunks that have yet to arrive
+        self._feeds: list[Feed] = []  # all that there were
+        self._upstream: Feed | None = None  # that is not the sender
+        self._from_sender: Feed | None = None
+        self._broken = 0  # times that connections to the sender broke
+        self._next: NextReceiver | None = None
+        self._arrived_at = time.monotonic()
+        self.messages = self.wire_bytes = self.connections = 0
+
+    def run(self) -> None:
+        """Returns when every chunk is here."""
         if not self._expected:
             return
         if self._go.downstream is not None:
-            self._downstream = ChunkSender(self._borrow, self._talk.inbox.put)
-            ticket, add = DataTicket(*self._go.downstream), _add_to(self._downstream)
-            self._stack.enter_context(self._talk.node.expect(ticket, add))
+            self._next = NextReceiver(self._talk.inbox.put, self._release)
+            self._next.admit(self._talk.node, DataTicket(*self._go.downstream))
         if self._go.upstream is None:
-            self._direct = self._connect_to_sender()
+            self._from_sender = self._connect_to_sender()
         else:
             self._upstream = self._connect(self._go.upstream, 0)
         while self._expected:
             self._handle(self._talk.next("data", TICK if self._patience else float("inf")))
-            self._look_around()
+            self._check_patience()
+
+    def finish(self) -> None:
+        """Let the next receiver have the last chunks."""
+        with suppress(RelayError):  # the sender has closed its end: it has no one left to serve
+            while self._next is not None and self._next.unsent:
+                if isinstance(self._talk.next("end", TICK), FeedBroken):
+                    self._leave_next()
+                self._check_patience()
+            if self._next is not None:
+                self._next.finish(self._patience or END_SECONDS)
+
+    def close(self) -> None:
+        """Nothing is written after this."""
+        self._chunks.stop()
+        for feed in self._feeds:
+            feed.close()
+        self._leave_next()
+
+    def _handle(self, event: object) -> None:
+        if isinstance(event, ChunkArrived):
+            self._arrived(event)
+        elif isinstance(event, ChunkDamaged):
+            self.wire_bytes += self._incoming.landing.chunks.sizes[event.index]
+            self._progress.retry(event.index)
+            self._need([event.index])
+        elif isinstance(event, FeedLost):
+            self._feed_lost(event)
+        elif isinstance(event, FeedBroken):
+            self._leave_next()
+        elif isinstance(event, Exception):
+            raise event
+        elif isinstance(event, m.Message):
+            raise self._talk.out_of_turn(event)
+
+    def _arrived(self, chunk: ChunkArrived) -> None:
+        self._arrived_at = time.monotonic()
+        self._expected -= 1
+        self.messages += 1
+        self.wire_bytes += chunk.data.numel()
+        if self._next is not None:
+            self._next.pass_on(chunk)
+        else:
+            self._release(chunk)
+        self._progress.add(chunk.data.numel())
+
+    def _release(self, chunk: ChunkArrived) -> None:
+        self._chunks.let_go(chunk.buffered)
+
+    # Where chunks come from
 
     def _connect_to_sender(self) -> Feed:
         return self._connect(self._talk.address, self._go.broken + self._broken)
@@ -201,109 +277,45 @@ class TcpFetch(r.RouteFetch):
         self._feeds.append(Feed(self._chunks, connect, self.connections))
         return self._feeds[-1]
 
-    def _handle(self, event: object) -> None:
-        if isinstance(event, ChunkArrived):
-            self._arrived(event)
-        elif isinstance(event, ChunkDamaged):
-            self.wire_bytes += self._incoming.landing.chunks.sizes[event.index]
-            self._progress.retry(event.index)
-            self._ask([event.index])
-        elif isinstance(event, Exception):
-            raise event
-        elif isinstance(event, FeedLost):
-            self._feed_lost(event)
-        elif isinstance(event, FeedBroken):
-            self._stop_feeding()
-        elif isinstance(event, m.Message):
-            raise self._talk.out_of_turn(event)
-
-    def _arrived(self, chunk: ChunkArrived) -> None:
-        self._arrived_at = time.monotonic()
-        self._expected -= 1
-        self.messages += 1
-        self.wire_bytes += chunk.data.numel()
-        if self._downstream is not None:
-            self._passing[chunk.index] = chunk
-            self._downstream.put([chunk.index])
-        else:
-            self._chunks.let_go(chunk.buffered)
-        self._progress.add(chunk.data.numel())
-
-    def _ask(self, chunks: list[int]) -> None:
+    def _need(self, chunks: list[int]) -> None:
         """Take these chunks from the sender itself."""
-        fresh = self._direct is None
+        fresh = self._from_sender is None
         self._talk.send(m.Need(tuple(chunks), restart=fresh and self._broken > 0))
         if fresh:
-            self._direct = self._connect_to_sender()
-
-    # Losses
+            self._from_sender = self._connect_to_sender()
 
     def _feed_lost(self, event: FeedLost) -> None:
         if event.feed is self._upstream:
             self._leave_upstream()
-        elif event.feed is self._direct:
+        elif event.feed is self._from_sender:
             self._broken += 1
-            self._direct.close()
-            self._direct = None
+            self._from_sender.close()
+            self._from_sender = None
             if self._broken > r.RETRIES:
                 raise event.shortage or self._talk.lost(event.reason)
-            self._ask(sorted(self._chunks.missing))
+            self._need(sorted(self._chunks.missing))
 
     def _leave_upstream(self) -> None:
         upstream, self._upstream = self._upstream, None
         if upstream is not None:
             upstream.close()
-            self._ask(sorted(self._chunks.missing))
+            self._need(sorted(self._chunks.missing))
 
-    def _look_around(self) -> None:
-        """Leave an upstream that sends nothing, and a downstream that takes nothing. Those behind
-        a receiver wait longer than it does: if it finds another way they need none."""
+    def _leave_next(self) -> None:
+        following, self._next = self._next, None
+        if following is not None:
+            following.close()
+
+    def _check_patience(self) -> None:
+        """Leave an upstream that sends nothing, and a next receiver that takes nothing."""
         if not self._patience:
             return
-        now = time.monotonic()
-        starved_at = self._arrived_at + self._patience * (1 + self._go.depth / 2)
-        if self._upstream is not None and self._expected and now > starved_at:
+        # Receivers further down wait longer: if this one finds another way, they need none.
+        starved = self._patience * (1 + self._go.depth / 2)
+        if self._expected and time.monotonic() > self._arrived_at + starved:
             self._leave_upstream()
-        down = self._downstream
-        if down is not None and down.unsent and now > down.moved_at + self._patience / 2:
-            self._stop_feeding()
-
-    # The next receiver
-
-    @contextmanager
-    def _borrow(self, index: int) -> Iterator[tuple[torch.Tensor, bytes]]:
-        """Within: a chunk that has arrived, with the digest that it came with."""
-        chunk = self._passing.pop(index)
-        try:
-            yield chunk.data, chunk.digest
-        finally:
-            self._chunks.let_go(chunk.buffered)
-
-    def _stop_feeding(self) -> None:
-        """The next receiver notices that its connections are closed, and asks the sender."""
-        down, self._downstream = self._downstream, None
-        if down is not None:
-            down.close()
-            while self._passing:
-                self._chunks.let_go(self._passing.popitem()[1].buffered)
-
-    def finish(self) -> None:
-        """Let the next receiver have the last chunks."""
-        with suppress(RelayError):  # the sender has closed its end: it has no one left to serve
-            while self._downstream is not None and self._downstream.unsent:
-                if isinstance(self._talk.next("end", TICK), FeedBroken):
-                    self._stop_feeding()
-                self._look_around()
-            if self._downstream is not None:
-                self._downstream.finish(self._patience or END_SECONDS)
-
-    def close(self) -> None:
-        self._stack.close()
-        if hasattr(self, "_chunks"):  # it has begun
-            self._chunks.stop()
-        for feed in self._feeds:
-            feed.close()
-        self._stop_feeding()
+        if self._next is not None and self._next.takes_nothing_for(self._patience / 2):
+            self._leave_next()
 
 
 ROUTE = r.Route("tcp", TcpService, lambda facts, incoming: TcpFetch(incoming), chained=True)
