@@ -232,7 +232,7 @@ class MemoryFetch(ReadingFetch):
         chunks, host = self._on(ChunkPath.DIRECT, ChunkPath.OPENED), self._places.host
         found = moves(self._of(self._sources, chunks), host)
         _clear(self._of(host, chunks).unfilled(found))
-        for batch in batches(found, bridge=True):
+        for batch in batches(found):
             self._submit(partial(self._read_batch, batch))
 
     def _of(self, runs: Runs, chunks: list[int]) -> Runs:
