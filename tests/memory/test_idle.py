@@ -47,7 +47,7 @@ def test_a_tenth_of_the_host_is_divided_by_its_processes() -> None:
     assert IdleMemory(lambda: None, lambda: 1).limit == 0
 
 
-def test_keepers_share_what_the_process_may_keep() -> None:
+def test_holders_share_what_the_process_may_keep() -> None:
     shared = IdleMemory(lambda: 1000, lambda: 1)
     one, other = Kept(30), Kept(60)
     shared.add(one)
@@ -117,7 +117,7 @@ def kept_after_transfers(rank: int, group: Any, route: str | None) -> tuple[int,
         patch.setattr(free, "_GROUPS", f"{folder}/cgroup")
         patch.setattr(free, "_MOUNT", folder)
         patch.delenv("LOCAL_WORLD_SIZE", raising=False)
-        for name, value in (("_total", free.total_bytes), ("_keepers", ()), ("_counters", ())):
+        for name, value in (("_total", free.total_bytes), ("_holders", ()), ("_counters", ())):
             patch.setattr(idle_memory, name, value)
         store = dist.PrefixStore(f"idle-{route}", group.get_group_store())  # type: ignore[attr-defined]
         with tr.Relay(group, store=store) as relay:

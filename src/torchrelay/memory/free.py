@@ -67,14 +67,14 @@ def total_bytes() -> int | None:
     return min(limits, default=None)
 
 
-class _Group(NamedTuple):
+class _ControlGroup(NamedTuple):
     """A control group that limits memory."""
 
     limit: int
     used: int  # without the pages that the kernel takes back before it runs out
 
 
-def _groups() -> Iterator[_Group]:
+def _groups() -> Iterator[_ControlGroup]:
     """The groups of this process, and all above them, that have a limit."""
     with suppress(OSError):
         for line in _text(_GROUPS).splitlines():
@@ -85,7 +85,7 @@ def _groups() -> Iterator[_Group]:
                 yield from _groups_above(f"{_MOUNT}/memory", path, 1)
 
 
-def _groups_above(mount: str, path: str, version: int) -> Iterator[_Group]:
+def _groups_above(mount: str, path: str, version: int) -> Iterator[_ControlGroup]:
     """In a container the path may be that of its host: then the groups that exist here count."""
     limit, used, reclaimed = _FILES[version]
     names = [name for name in path.split("/") if name not in ("", ".", "..")]
@@ -97,7 +97,7 @@ def _groups_above(mount: str, path: str, version: int) -> Iterator[_Group]:
                 now = int(_text(f"{folder}/{used}"))
                 lines = (line.split() for line in _text(f"{folder}/memory.stat").splitlines())
                 cached = sum(int(line[1]) for line in lines if line and line[0] in reclaimed)
-                yield _Group(most, now - min(cached, now))
+                yield _ControlGroup(most, now - min(cached, now))
 
 
 def _text(path: str) -> str:

@@ -27,7 +27,7 @@ SHARE = 10
 _HINT = "LOCAL_WORLD_SIZE"
 
 
-class Keeper(Protocol):
+class IdleHolder(Protocol):
     """Keeps memory that is not in use."""
 
     @property
@@ -44,20 +44,20 @@ class HostCounter(Protocol):
 
 
 class IdleMemory:
-    """The memory that one process may keep, for all of its keepers together. Thread-safe: a keeper
+    """The memory that one process may keep, for all of its holders together. Thread-safe: a holder
     may ask for its share in a finalizer, so nothing here waits for a lock then."""
 
     def __init__(self, total: Callable[[], int | None], hint: Callable[[], int]) -> None:
         self._total, self._hint = total, hint
-        self._keepers: tuple[weakref.ref[Keeper], ...] = ()
+        self._holders: tuple[weakref.ref[IdleHolder], ...] = ()
         self._counters: tuple[weakref.ref[HostCounter], ...] = ()
         self._lock = threading.Lock()
 
-    def add(self, keeper: Keeper) -> None:
+    def add(self, holder: IdleHolder) -> None:
         """Count what it keeps, for as long as it lives."""
         with self._lock:
-            alive = [ref for ref in self._keepers if ref() is not None]
-            self._keepers = (*alive, weakref.ref(keeper))
+            alive = [ref for ref in self._holders if ref() is not None]
+            self._holders = (*alive, weakref.ref(holder))
 
     def count_by(self, counter: HostCounter) -> None:
         """Divide by the number of processes that it knows of, for as long as it lives."""
@@ -72,10 +72,10 @@ class IdleMemory:
         processes = max([1, self._hint(), *(counter.processes_here for counter in counters)])
         return (self._total() or 0) // SHARE // processes
 
-    def left_for(self, keeper: Keeper) -> int:
-        """Bytes that one keeper may keep, next to what the others keep."""
-        keepers = [other for ref in self._keepers if (other := ref()) is not None]
-        others = sum(other.kept_bytes for other in keepers if other is not keeper)
+    def left_for(self, holder: IdleHolder) -> int:
+        """Bytes that one holder may keep, next to what the others keep."""
+        holders = [other for ref in self._holders if (other := ref()) is not None]
+        others = sum(other.kept_bytes for other in holders if other is not holder)
         return max(0, self.limit - others)
 
 
