@@ -29,6 +29,7 @@ import xxhash
 from benchmarks.harness import machine, save
 from torchrelay.geometry.runs import Moves, Runs
 from torchrelay.memory.gpu import kernels
+from torchrelay.memory.gpu.chunk_table import ChunkTable
 
 SOURCE = Path(kernels.__file__).with_name("kernels.cu")
 HEAD = "// Made of {} by python -m benchmarks.gpu.kernels; loaded as it is.\n"
@@ -91,7 +92,7 @@ def exact(rounds: int, seed: int) -> int:
             wanted.append(digest.digest())
         begin = np.array(starts, np.uint64)
         memory = Runs(*([run[n] for run in runs] for n in range(3)))
-        hashed = kernels.ChunkTable.of(memory, begin, begin + np.array(sizes, np.uint64))
+        hashed = ChunkTable.of(memory, begin, begin + np.array(sizes, np.uint64))
         got = kernels.digests(hashed, 0).cpu().numpy()
         for row, (found, digest) in enumerate(zip(got, wanted, strict=True)):
             assert found.tobytes() == digest, f"seed {seed}: chunk {row}: {chunks[row]}"
@@ -99,7 +100,7 @@ def exact(rounds: int, seed: int) -> int:
         if kernels.kernels(0) is not None:  # they alone copy and hash at once
             to, landed, expected = _targets(draw, runs, image, base)
             end = begin + np.array(sizes, np.uint64)
-            copying = kernels.ChunkTable.of(memory, begin, end, Runs.of(landed))
+            copying = ChunkTable.of(memory, begin, end, Runs.of(landed))
             again = kernels.digests(copying, 0).cpu().numpy()
             assert (again == got).all(), f"seed {seed}: digests of what was copied"
             assert (to.cpu().numpy() == expected).all(), f"seed {seed}: copied with other bits"
@@ -169,10 +170,10 @@ def measure(count: int, nbytes: int) -> list[dict[str, Any]]:
     )
     total = count * nbytes
 
-    def grid(size: int, to: Runs | None = None) -> kernels.ChunkTable:
+    def grid(size: int, to: Runs | None = None) -> ChunkTable:
         begin = np.arange(0, total, size, dtype=np.uint64)
         stops = np.minimum(begin + size, total).astype(np.uint64)
-        return kernels.ChunkTable.of(memory, begin, stops, to)
+        return ChunkTable.of(memory, begin, stops, to)
 
     jobs: dict[str, Callable[[], object]] = {
         f"XXH3-128, chunks of {size >> 10} KiB": partial(kernels.digests, grid(size), 0)

@@ -16,6 +16,7 @@ import xxhash
 
 from torchrelay.geometry.runs import Runs
 from torchrelay.memory.gpu import kernels
+from torchrelay.memory.gpu.chunk_table import ChunkTable
 
 ROOT = Path(__file__).resolve().parents[2]
 SOURCE = ROOT / "src" / "torchrelay" / "memory" / "gpu"
@@ -60,7 +61,7 @@ def compared(
         ends.append(at)
         wanted.append(digest.digest())
     starts, stops = (np.array(column, np.uint64) for column in (begins, ends))
-    hashed = kernels.ChunkTable.of(Runs.of(rows), starts, stops)
+    hashed = ChunkTable.of(Runs.of(rows), starts, stops)
     assert digests_of(library, hashed) == wanted
     # And copied on the way, to memory that is cut otherwise and lies at other alignments.
     target, landed, expected = np.zeros(2 * at + 64 * len(rows) + 64, np.uint8), [], {}
@@ -69,7 +70,7 @@ def compared(
         landed.append((start, target.ctypes.data + there, size))
         expected[there] = pool[address - pool.ctypes.data :][:size]
         there += size + (7 * size + shift) % 40
-    copying = kernels.ChunkTable.of(Runs.of(rows), starts, stops, Runs.of(landed))
+    copying = ChunkTable.of(Runs.of(rows), starts, stops, Runs.of(landed))
     assert digests_of(library, copying) == wanted
     for where, data in expected.items():
         assert (target[where : where + len(data)] == data).all()
@@ -77,7 +78,7 @@ def compared(
     assert not target.any(), "bytes beside those that were to be copied"
 
 
-def digests_of(library: Any, hashed: kernels.ChunkTable) -> list[bytes]:
+def digests_of(library: Any, hashed: ChunkTable) -> list[bytes]:
     found = np.zeros((hashed.count, 16), np.uint8)
     at = hashed.numbers.ctypes.data
     library.hash_on_host(
@@ -143,7 +144,7 @@ def test_without_the_kernels_the_digests_are_the_same(monkeypatch: pytest.Monkey
 def test_a_table_of_no_chunks() -> None:
     """All chunks of a file may have bytes of two devices."""
     none = np.zeros(0, np.uint64)
-    assert kernels.ChunkTable.of(Runs([0], [4096], [8]), none, none).numbers.tolist() == []
+    assert ChunkTable.of(Runs([0], [4096], [8]), none, none).numbers.tolist() == []
 
 
 def test_the_cells_of_chunks() -> None:
@@ -152,3 +153,16 @@ def test_the_cells_of_chunks() -> None:
     assert begin.tolist() == [0, cell, 3 * cell, 10 * cell]
     assert end.tolist() == [cell, cell + 1, 4 * cell, 10 * cell + 5]
     assert edges == [0, 2, 3, 4]
+
+
+def test_the_table_of_the_example() -> None:
+    """That of chunk_table.py: two chunks, the first with padding behind its bytes."""
+    memory = Runs.of([(0, 100, 6), (8, 200, 4)])
+    starts, stops = np.array([0, 8], np.uint64), np.array([8, 12], np.uint64)
+    table = ChunkTable.of(memory, starts, stops)
+    assert table.chunks.tolist() == [[0, 8], [2, 4]]
+    assert table.segments.tolist() == [[100, 6, 0], [0, 8, 0], [200, 4, 0]]
+    copying = ChunkTable.of(memory, starts, stops, Runs.of([(0, 500, 6), (8, 4, 4)]))
+    assert copying.segments.tolist() == [[100, 6, 500], [0, 8, 0], [200, 4, 4]] and copying.copies
+    whole = ChunkTable.of(Runs.of([(8, 4, 4)]), starts[:1], stops[1:])
+    assert whole.segments.tolist() == [[0, 8, 0], [2**64 - 4, 12, 0]]

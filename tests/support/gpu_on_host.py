@@ -8,7 +8,7 @@ import numpy as np
 import torch
 import xxhash
 
-from torchrelay.memory.gpu.kernels import ChunkTable
+from torchrelay.memory.gpu.chunk_table import ChunkTable
 
 
 def hash_on_host(hashed: ChunkTable, device: int) -> torch.Tensor:

@@ -18,7 +18,8 @@ import torch
 from torchrelay.geometry import DIGEST_BYTES
 from torchrelay.geometry.runs import Column, Runs, moves, reached
 from torchrelay.memory.gpu import kernels
-from torchrelay.memory.gpu.kernels import ChunkTable, CudaError
+from torchrelay.memory.gpu.chunk_table import ChunkTable
+from torchrelay.memory.gpu.kernels import CudaError
 from torchrelay.memory.gpu.side import on_side_stream
 from torchrelay.plan.region import Stream
 from torchrelay.stores.writer.file_writer import FileSpec

@@ -12,7 +12,6 @@ import contextlib
 import ctypes
 import threading
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from functools import cache
 from itertools import pairwise
 from pathlib import Path
@@ -23,9 +22,10 @@ import torch
 
 from torchrelay.errors import ResourceError
 from torchrelay.geometry import DIGEST_BYTES
-from torchrelay.geometry.runs import Column, Moves, Runs, holding
+from torchrelay.geometry.runs import Column, Moves, Runs
 from torchrelay.memory import threads
 from torchrelay.memory.digest import CELL_BYTES, digest, joined, running_digest
+from torchrelay.memory.gpu.chunk_table import ChunkTable, Numbers
 from torchrelay.memory.gpu.side import side_stream
 
 TILE = 2 << 20  # bytes that one block copies at a time
@@ -36,8 +36,6 @@ CHUNKS_PER_BLOCK = HASH_THREADS // 8  # eight threads take a chunk
 _ORDINAL = 9  # CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL
 _NAMES = (b"torchrelay_copy", b"torchrelay_xxh3_128", b"torchrelay_copy_xxh3_128")
 _WORD = 8  # bytes that the kernels hash at a time, where they lie and go to
-
-Numbers = np.ndarray[Any, np.dtype[np.uint64]]
 
 
 class CudaError(Exception):
@@ -151,68 +149,6 @@ def copy_one_by_one(moves: Moves, there: int, here: int) -> None:
     columns = (moves.sources, moves.destinations, moves.nbytes)
     for source, to, nbytes in zip(*(column.tolist() for column in columns), strict=True):
         device_bytes(to, nbytes, here).copy_(device_bytes(source, nbytes, there))
-
-
-@dataclass(frozen=True)
-class ChunkTable:
-    """Chunks of a stream, where their bytes lie and where they are copied to, as the kernels take
-    them.
-
-    `numbers` has a row for each of the `count` chunks, its first segment and its bytes; then one
-    for each segment: the address that byte 0 of its chunk would have, or 0 for zeros, where in the
-    chunk it ends, and the address that byte 0 would go to, or 0.
-    """
-
-    numbers: Numbers
-    count: int
-    copies: bool
-
-    @property
-    def chunks(self) -> Numbers:
-        return self.numbers[: 2 * self.count].reshape(-1, 2)
-
-    @property
-    def segments(self) -> Numbers:
-        return self.numbers[2 * self.count :].reshape(-1, 3)
-
-    @classmethod
-    def of(cls, memory: Runs, starts: Column, stops: Column, to: Runs | None = None) -> ChunkTable:
-        """Chunks [start, stop), in the order of the stream. Bytes outside of the memory are
-        zeros. `to`: where the same bytes are copied to."""
-        copies = to is not None
-        to = memory if to is None else to
-        # Segments begin where chunks do, and where memory begins or ends inside of one.
-        several = (memory.starts, memory.stops, *((to.starts, to.stops) if copies else ()))
-        cuts = np.concatenate(several if len(starts) else (starts,))
-        within = np.searchsorted(starts, cuts, side="right") - 1
-        cuts = cuts[(within >= 0) & (cuts > starts[within]) & (cuts < stops[within])]
-        low, high, first = starts, stops, np.arange(len(starts))
-        chunk = first
-        if len(cuts) or (starts == stops).any():  # mostly each chunk is one segment
-            low = np.unique(np.concatenate((starts, cuts)))
-            chunk = np.searchsorted(starts, low, side="right") - 1
-            high = np.minimum(np.append(low[1:], stops[-1:]), stops[chunk])
-            low, high, chunk = low[low < high], high[low < high], chunk[low < high]
-            first = np.searchsorted(chunk, first)
-        begin = starts[chunk]
-        made = cls(np.empty(2 * len(starts) + 3 * len(low), np.uint64), len(starts), copies)
-        made.chunks[:, 0] = first
-        made.chunks[:, 1] = stops - starts
-        made.segments[:, 0] = _bases(memory, low, begin)
-        made.segments[:, 1] = high - begin
-        made.segments[:, 2] = _bases(to, low, begin) if copies else 0
-        return made
-
-
-def _bases(memory: Runs, low: Column, begin: Column) -> Column:
-    """Where the chunks that begin there would begin, by where these bytes of them are; 0 where they
-    are nowhere."""
-    if not len(memory.starts):
-        return np.zeros(len(low), np.uint64)
-    run = holding(memory, low)
-    found: Column = memory.addresses[run] + (begin - memory.starts[run])  # modulo 2**64
-    found[run < 0] = 0
-    return found
 
 
 def in_words(moves: Moves) -> bool:

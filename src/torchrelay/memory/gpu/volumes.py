@@ -11,7 +11,7 @@ import torch
 from torchrelay.geometry import DIGEST_BYTES
 from torchrelay.geometry.runs import Runs
 from torchrelay.memory.gpu import kernels
-from torchrelay.memory.gpu.kernels import ChunkTable
+from torchrelay.memory.gpu.chunk_table import ChunkTable
 from torchrelay.memory.gpu.side import side_stream
 
 

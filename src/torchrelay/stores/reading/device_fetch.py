@@ -23,7 +23,8 @@ import torch
 from torchrelay.geometry import DIGEST_BYTES
 from torchrelay.geometry.runs import Moves, Runs
 from torchrelay.memory.gpu import kernels
-from torchrelay.memory.gpu.kernels import ChunkTable, CudaError
+from torchrelay.memory.gpu.chunk_table import ChunkTable
+from torchrelay.memory.gpu.kernels import CudaError
 from torchrelay.memory.gpu.pinned import MOST_THREADS, PIECE, Upload, pinned_buffers, room_on
 from torchrelay.memory.gpu.side import on_side_stream
 from torchrelay.memory.thread_pool import run_on_threads
