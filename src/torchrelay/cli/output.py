@@ -69,16 +69,15 @@ def progress_bar(what: str) -> Iterator[ProgressCallback]:
 
     columns = (BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
     console = Console(stderr=True)
-    with RichProgress(
-        TextColumn("{task.description}", markup=False),
-        *columns,
-        console=console,
-        disable=not console.is_terminal,
-    ) as bar:
+    if not console.is_terminal:  # a bar that is disabled prints an empty line, up to rich 14.2
+        yield lambda progress: None
+        return
+    text = TextColumn("{task.description}", markup=False)
+    with RichProgress(text, *columns, console=console) as bar:
         task = bar.add_task(what, total=None)
 
-        def show(told: Progress) -> None:
-            bar.update(task, completed=told.done, total=told.total)
+        def show(progress: Progress) -> None:
+            bar.update(task, completed=progress.done, total=progress.total)
 
         yield show
 
