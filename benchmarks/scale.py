@@ -24,10 +24,10 @@ import torch
 
 from benchmarks.harness import machine, save
 from torchrelay.geometry import DIGEST_BYTES
+from torchrelay.landing.land import land
 from torchrelay.landing.options import LandingOptions
-from torchrelay.landing.seam import land_share
 from torchrelay.loading.rank_load import rows_for
-from torchrelay.planning.rank_share import RankShare
+from torchrelay.planning.box_catalog import BoxCatalog
 from torchrelay.planning.reads import rows_of, stored_reads
 from torchrelay.record import manifest as m
 from torchrelay.record.encoding import decode_at_rest, encode
@@ -167,9 +167,9 @@ def load_once(job: Job, manifest: bytes, ranks: list[int]) -> dict[str, float]:
 
 def planned_bytes(record: Record, state: dict[str, Any], rank: int, world: int) -> int:
     """The bytes that a rank's load plans to read into its own tensors."""
-    share = RankShare(rows_for(record, rank, world))
-    landing = land_share(share, state, LandingOptions(rank=rank, unstaged=True))
-    reads, images = stored_reads(record, share), np.flatnonzero(landing.own().marks)
+    catalog = BoxCatalog(rows_for(record, rank, world))
+    landing = land(catalog, state, LandingOptions(rank=rank, unstaged=True))
+    reads, images = stored_reads(record, landing.share), np.flatnonzero(landing.own().marks)
     return int(reads.nbytes[rows_of(reads, images)].sum())
 
 

@@ -150,15 +150,13 @@ class Worker:
         found = _decoder()(data)
         if what == "decode":
             return time.process_time() - begun
-        try:
-            destination = import_module("torchrelay.landing.destination")
-        except ImportError:
-            destination = import_module("torchrelay.landing.pairing")
-        prepare = getattr(destination, "prepare", None) or destination.PreparedDestination
+        prepare = _prepare()
         into = None if what == "new" else _zeros_like(state)
         begun = time.process_time()
         landing = land(found, into=None if into is None else prepare(into))
-        if callable(landing.places):  # earlier commits make memory when it is asked for
+        if callable(
+            getattr(landing, "places", None)
+        ):  # earlier commits make memory when it is asked for
             landing.places().host  # noqa: B018
             landing.arrived()
         landing.commit()
@@ -216,6 +214,7 @@ def _at_rest() -> tuple[Callable[..., Any], Callable[..., Any], Callable[..., An
 def _planning() -> tuple[Callable[..., Any], Callable[..., Any]]:
     """What lands and what describes a state, wherever the commit has them."""
     for landing, snapshot in (
+        ("landing.land", "plan.snapshot"),
         ("landing.seam", "plan.snapshot"),
         ("state.landing", "state.snapshot"),
     ):
@@ -225,6 +224,19 @@ def _planning() -> tuple[Callable[..., Any], Callable[..., Any]]:
             continue
         return homes[0].land, homes[1].capture
     raise ImportError("this commit has no planning that is known here")
+
+
+def _prepare() -> Callable[[Any], Any]:
+    """What inspects a destination before a state is offered."""
+    for home, name in (
+        ("planning.destination", "Destination"),
+        ("landing.destination", "prepare"),
+        ("landing.pairing", "PreparedDestination"),
+    ):
+        with suppress(ImportError, AttributeError):
+            found: Callable[[Any], Any] = getattr(import_module(f"torchrelay.{home}"), name)
+            return found
+    raise ImportError("this commit has no destination that is known here")
 
 
 def _described(snapshot: Any) -> Any:

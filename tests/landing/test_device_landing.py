@@ -14,10 +14,10 @@ import pytest
 import torch
 
 from torchrelay.geometry.runs import Moves, copy_one_by_one, moves
-from torchrelay.landing import fitting
-from torchrelay.landing.commit import ending
+from torchrelay.landing import fitting, image_memory
+from torchrelay.landing.commit.landing import Landing
+from torchrelay.landing.land import land
 from torchrelay.landing.options import LandingOptions
-from torchrelay.landing.seam import Landing, land
 from torchrelay.landing.workspace import Workspace
 from torchrelay.plan.plain import PlainTensors
 from torchrelay.plan.snapshot import Snapshot, capture
@@ -43,8 +43,8 @@ class ByAddress(Workspace):
 def on_device(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every tensor that is looked at counts as one on a device."""
     monkeypatch.setattr(PlainTensors, "gpus", property(lambda self: np.zeros(len(self), int)))
-    monkeypatch.setattr(fitting, "gpu_of", lambda tensor: 0)
-    monkeypatch.setattr(ending, "device_of", lambda number: HOST)
+    monkeypatch.setattr(fitting, "device_number", lambda device: 0)
+    monkeypatch.setattr(image_memory, "device_of", lambda number: HOST)
 
 
 def made(seed: int, count: int = 50) -> dict[str, Any]:
@@ -86,7 +86,7 @@ def write_all(snapshot: Snapshot, landing: Landing) -> None:
     for chunk, size in enumerate(landing.chunks.sizes):
         data = torch.empty(size, dtype=torch.uint8)
         snapshot.read(chunk, data)
-        landing.write(chunk, data)
+        landing.target().write(chunk, data)
 
 
 @pytest.mark.parametrize("able", [True, False])
@@ -98,13 +98,13 @@ def test_nothing_is_written_before_the_commit_and_everything_by_it(
     request.getfixturevalue("on_device")
     into, means = made(2), ByAddress(able)
     landing = land(snapshot.record, into, workspace=means)
-    places = landing.places
+    places = landing.target().places
     if by == "places":
         for there in (places.device, places.host):
             copy_one_by_one(moves(snapshot.stream.host, there))
     else:
         write_all(snapshot, landing)
-    assert landing.on_device and same(into, made(2))
+    assert landing.target().on_device and same(into, made(2))
     tensors = {id(leaf) for leaf in flat(into) if isinstance(leaf, torch.Tensor)}
     landing.commit()
     assert same(into, state)
@@ -115,7 +115,7 @@ def test_nothing_is_written_before_the_commit_and_everything_by_it(
 def test_every_byte_has_a_place_of_its_own_that_is_not_the_callers(on_device: None) -> None:
     into = made(2)
     snapshot, _ = sent(1)
-    places = land(snapshot.record, into, workspace=ByAddress()).places
+    places = land(snapshot.record, into, workspace=ByAddress()).target().places
     mine = [(leaf.data_ptr(), leaf.nbytes) for leaf in flat(into) if isinstance(leaf, torch.Tensor)]
     rows = sorted(
         (int(low), int(low) + int(stop - start))
@@ -156,14 +156,14 @@ def test_views_of_one_image_may_go_to_plain_and_to_strided_tensors(
     assert not landing.live
     data = torch.empty(landing.chunks.sizes[0], dtype=torch.uint8)
     snapshot.read(0, data)
-    landing.write(0, data)
+    landing.target().write(0, data)
     landing.commit()
     assert same(into, state)
 
 
 def test_device_memory_takes_the_bytes_of_tensors_and_no_padding(on_device: None) -> None:
     snapshot, _ = sent(1)
-    places = land(snapshot.record, made(2), workspace=ByAddress()).places
+    places = land(snapshot.record, made(2), workspace=ByAddress()).target().places
     # What a sender exports has no padding: a chunk is copied on the device if both are the same.
     exported = snapshot.stream.device
     assert len(exported.starts)
@@ -186,7 +186,7 @@ def test_tied_tensors_are_held_on_their_device(
     ]
     for snapshot, into, state in zip(snapshots, intos, states, strict=True):
         landing = land(snapshot.record, into, LandingOptions(atomic=atomic), ByAddress())
-        assert landing.on_device and not len(landing.places.host.starts)
+        assert landing.target().on_device and not len(landing.target().places.host.starts)
         write_all(snapshot, landing)
         landing.commit()
         assert same(into, state)

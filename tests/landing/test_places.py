@@ -9,8 +9,9 @@ import torch
 
 import torchrelay as tr
 from torchrelay.errors import UnsupportedLeafError
+from torchrelay.landing.commit.landing import Landing
+from torchrelay.landing.land import land
 from torchrelay.landing.options import LandingOptions
-from torchrelay.landing.seam import Landing, land
 from torchrelay.plan.snapshot import capture
 
 DIRECT = LandingOptions(atomic=False)
@@ -23,7 +24,7 @@ def written(state: Any, into: Any) -> Landing:
     for chunk, size in enumerate(landing.chunks.sizes):
         data = torch.empty(size, dtype=torch.uint8)
         snapshot.read(chunk, data)
-        landing.write(chunk, data)
+        landing.target().write(chunk, data)
     return landing
 
 
@@ -72,7 +73,7 @@ def test_a_missing_type_that_cannot_be_made_is_found_before_anything_is_written(
     for chunk, size in enumerate(landing.chunks.sizes):
         data = torch.empty(size, dtype=torch.uint8)
         snapshot.read(chunk, data)
-        landing.write(chunk, data)
+        landing.target().write(chunk, data)
     with pytest.raises(UnsupportedLeafError, match="cannot be rebuilt"):
         landing.commit()
     assert not into.any()

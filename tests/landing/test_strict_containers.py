@@ -13,9 +13,9 @@ import torch
 from tests.support.records import stream_record
 from torchrelay import Checkpointer
 from torchrelay.errors import ManifestError, MismatchError, RelayError
+from torchrelay.landing.land import land
 from torchrelay.landing.options import LandingOptions
 from torchrelay.landing.packed import pack, unpack
-from torchrelay.landing.seam import land
 from torchrelay.plan.snapshot import capture
 from torchrelay.record import manifest as m
 from torchrelay.record.encoding import decode, encode
@@ -32,7 +32,7 @@ def by_relay(state: Any, into: Any, strict: bool) -> Any:
     for index, nbytes in enumerate(snapshot.chunks.sizes):
         chunk = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
         snapshot.read(index, chunk)
-        landing.write(index, chunk)
+        landing.target().write(index, chunk)
     return landing.commit().state
 
 

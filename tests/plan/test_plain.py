@@ -15,9 +15,9 @@ import torchrelay as tr
 from tests.support.rounds import rounds
 from tests.support.states import assert_same
 from tests.support.trips import trip
-from torchrelay.landing.pairing import PreparedDestination
 from torchrelay.plan.plain import PlainTensors, find_plain
 from torchrelay.plan.snapshot import capture
+from torchrelay.planning.destination import Destination
 from torchrelay.state import tensors
 
 # torch warns about quantized, sparse and complex32 tensors as such.
@@ -163,4 +163,4 @@ def test_a_nested_tensor_does_not_end_the_process() -> None:
     with pytest.raises(tr.errors.UnsupportedLeafError) as caught:
         capture(state)
     assert caught.value.path == "['7']"
-    assert 7 not in PreparedDestination(state).layout.plain.leaves
+    assert 7 not in Destination(state).layout.plain.leaves

@@ -16,10 +16,12 @@ from tests.support.states import assert_same
 from tests.support.trips import trip
 from torchrelay.errors import UnsupportedLeafError
 from torchrelay.landing.fitting import split
+from torchrelay.landing.land import land
 from torchrelay.landing.options import LandingOptions
-from torchrelay.landing.pairing import PreparedDestination, paired
-from torchrelay.landing.seam import land
+from torchrelay.landing.pairing import paired
 from torchrelay.plan.snapshot import Snapshot, capture
+from torchrelay.planning.catalog import LiveCatalog
+from torchrelay.planning.destination import Destination
 from torchrelay.record import manifest as m
 from torchrelay.record.encoding import decode, encode
 from torchrelay.record.rows import LeafRows
@@ -185,7 +187,7 @@ def test_large_tensors_are_seen_where_they_lie() -> None:
 
 
 def one_by_one(
-    pairs: list[Any], rows: LeafRows, prepared: PreparedDestination, chunks: Any
+    pairs: list[Any], rows: LeafRows, prepared: Destination, chunks: Any
 ) -> tuple[list[tuple[int, ...]], list[Any]]:
     """What `split` does in columns, leaf by leaf."""
     plain = prepared.layout.plain
@@ -213,14 +215,16 @@ def one_by_one(
 @settings(max_examples=rounds(80), deadline=None)
 def test_columns_are_split_as_leaves_one_by_one(names: list[str], offer: bool) -> None:
     source, into = (changed_state(names), build())[:: 1 if offer else -1]
-    snapshot, destination = capture(source), PreparedDestination(into)
+    snapshot, destination = capture(source), Destination(into)
     rows = LeafRows(snapshot.record)
     options = LandingOptions(strict=False)
-    matched = paired(rows.tree, destination, options, lambda leaf: None).matched
+    matched = paired(LiveCatalog(snapshot.record), destination, options).matched
     pieces, rest = one_by_one(matched.pairs, rows, destination, snapshot.chunks)
     for pairs in (matched, Matched(matched.pairs)):
-        straight, left = split(pairs, rows, destination, snapshot.chunks)
-        columns = [column.tolist() for column in straight[:5]]
+        found, left = split(pairs, rows, destination, snapshot.chunks)
+        columns = [
+            getattr(found, name).tolist() for name in ("at", "address", "nbytes", "image", "keep")
+        ]
         assert sorted(zip(*columns, strict=True)) == pieces
         assert columns[0] == sorted(columns[0])
         assert left == rest
@@ -232,11 +236,11 @@ def test_a_landing_takes_what_was_prepared() -> None:
         leaf.zero_()
     for _ in range(2):
         snapshot = capture(source)
-        landing = land(snapshot.record, PreparedDestination(into))
+        landing = land(snapshot.record, Destination(into))
         for index, size in enumerate(snapshot.chunks.sizes):
             chunk = torch.empty(size, dtype=torch.uint8)
             snapshot.read(index, chunk)
-            landing.write(index, chunk)
+            landing.target().write(index, chunk)
         landing.commit()
         assert content(capture(into)) == content(snapshot)
         source["a"].add_(1)

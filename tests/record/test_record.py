@@ -21,10 +21,10 @@ from tests.support.rounds import rounds
 from tests.support.states import Destination, assert_same, destinations, states, tensors_in
 from tests.support.trips import chunk_of, trip
 from torchrelay.errors import FormatError, ManifestError
+from torchrelay.landing.land import land
 from torchrelay.landing.options import LandingOptions
-from torchrelay.landing.pairing import PreparedDestination
-from torchrelay.landing.seam import land
 from torchrelay.plan.snapshot import Snapshot, capture
+from torchrelay.planning import destination
 from torchrelay.record import encoding
 from torchrelay.record import manifest as m
 from torchrelay.record.encoding import decode, decode_at_rest, encode, encode_at_rest
@@ -254,7 +254,7 @@ def test_too_many_images_are_refused_before_anything_is_made_of_them() -> None:
 def fill(record: Record, snapshot: Snapshot, into: object = None, **options: Any) -> Any:
     landing = land(record, into, LandingOptions(**options))
     for index in range(len(snapshot.chunks)):
-        landing.write(index, chunk_of(snapshot, index))
+        landing.target().write(index, chunk_of(snapshot, index))
     return landing.commit().state
 
 
@@ -286,7 +286,7 @@ def test_in_place(make: Callable[[], Any], atomic: bool) -> None:
             tensor.untyped_storage().fill_(0)
     kept = list(tensors_in(twin))
     # What is no container and no tensor comes back; a container is the caller's.
-    got = fill(decode(snapshot.encoded()), snapshot, PreparedDestination(twin), atomic=atomic)
+    got = fill(decode(snapshot.encoded()), snapshot, destination.Destination(twin), atomic=atomic)
     for before, after in zip(kept, tensors_in(got), strict=True):
         assert before is after
     assert_same(state, got, in_place=True)
@@ -299,7 +299,7 @@ def test_in_place_of_any_state(data: st.DataObject, chunk_bytes: int | None, ato
     made: Destination = data.draw(destinations(state))
     snapshot = capture(state, 1, chunk_bytes=chunk_bytes)
     record = decode(snapshot.encoded())
-    got = fill(record, snapshot, PreparedDestination(made.into), atomic=atomic)
+    got = fill(record, snapshot, destination.Destination(made.into), atomic=atomic)
     assert_same(state, got, in_place=True)
     made.check()
     # And into what has the sender's own ties and overlaps.
@@ -339,7 +339,7 @@ def test_flags_that_torch_has_no_tensors_of() -> None:
             record = decode(encode(offered(dtype, flags, overlapping=overlapping)))
             for into in (None, torch.zeros(3, 2, dtype=tensors.DTYPES[dtype])):
                 landing = land(record, into)
-                landing.write(0, torch.zeros(landing.chunks.sizes[0], dtype=torch.uint8))
+                landing.target().write(0, torch.zeros(landing.chunks.sizes[0], dtype=torch.uint8))
                 landing.commit()
 
 
@@ -347,14 +347,14 @@ def test_a_leaf_that_leaves_a_hole_before_it() -> None:
     """Memory is made for the whole image, not for what the leaf takes of it."""
     leaf = m.TensorLeaf("float32", (4,), None, 0, 1 << 16)
     landing = land(decode(encode(stream_record(0, [leaf], [(1 << 16) + 16]))))
-    landing.write(0, torch.ones((1 << 16) + 16, dtype=torch.uint8))
+    landing.target().write(0, torch.ones((1 << 16) + 16, dtype=torch.uint8))
     got: Any = landing.commit().state
     assert torch.equal(got.view(torch.uint8), torch.ones(16, dtype=torch.uint8))
 
 
 def test_a_landing_that_is_given_up_keeps_no_memory() -> None:
     landing: Any = land(capture({f"t{n}": torch.ones(4) for n in range(5000)}).record)
-    made, gone = weakref.ref(landing.held.memory[0]), weakref.ref(landing)
+    made, gone = weakref.ref(landing.memory.memory[0]), weakref.ref(landing)
     gc.disable()
     try:
         del landing

@@ -21,8 +21,8 @@ from tests.support.rounds import rounds
 from tests.support.states import Color, Moment, Pair, Point, tensors_in
 from torchrelay.errors import ManifestError, RelayError
 from torchrelay.geometry.chunks import aligned
+from torchrelay.landing.land import land
 from torchrelay.landing.options import LandingOptions
-from torchrelay.landing.seam import land
 from torchrelay.plan.snapshot import capture
 from torchrelay.record import manifest as m
 from torchrelay.record.checks.images import Mode
@@ -579,7 +579,9 @@ def test_what_is_made_of_valid_mutants_is_bounded() -> None:
                     options = LandingOptions(strict=False, atomic=bool(index % 4))
                     landing = land(record, into, options)
                     for chunk, size in enumerate(landing.chunks.sizes):
-                        landing.write(chunk, torch.full((size,), index % 3, dtype=torch.uint8))
+                        landing.target().write(
+                            chunk, torch.full((size,), index % 3, dtype=torch.uint8)
+                        )
                     state = landing.commit().state
             except RelayError:
                 continue

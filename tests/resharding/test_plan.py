@@ -20,16 +20,16 @@ from tests.support.rounds import rounds
 from torchrelay.errors import ManifestError, MismatchError, RelayError
 from torchrelay.geometry.boxes import Box, run_of
 from torchrelay.geometry.shards import MeshCut, pieces_on_mesh
+from torchrelay.landing.land import land
 from torchrelay.landing.options import LandingOptions
-from torchrelay.landing.pairing import PreparedDestination
-from torchrelay.landing.seam import land
 from torchrelay.plan.snapshot import Snapshot, SnapshotPart, capture
+from torchrelay.planning.destination import Destination
 from torchrelay.planning.holder_reads import _shared_out
 from torchrelay.record import manifest as m
 from torchrelay.record.encoding import decode
 from torchrelay.record.meshes import mesh_of
 from torchrelay.record.rank_reads import MAX_CHUNKS, Reads, decode_reads, encode_reads
-from torchrelay.resharding.plan import GatherPlan, PartLanding
+from torchrelay.resharding.plan import GatherPlan, PartReads
 from torchrelay.state import tensors as t
 from torchrelay.state.local_parts import cut
 from torchrelay.state.meshes import described_mesh
@@ -79,7 +79,7 @@ class Ranks:
     def plan(self, into: Any = None, **options: Any) -> GatherPlan:
         return GatherPlan(self.records, into, LandingOptions(**options))
 
-    def fetch(self, rank: int, part: PartLanding, *, by_address: bool = False) -> None:
+    def fetch(self, rank: int, part: PartReads, *, by_address: bool = False) -> None:
         """What a transport does, in chunks or by address."""
         snapshot = self.snapshots[rank]
         asked = decode_reads(encode_reads(part.asked), snapshot.record)
@@ -88,7 +88,7 @@ class Ranks:
         if by_address:
             everything = torch.zeros(given.chunks.stream_bytes, dtype=torch.uint8)
             given.stream.read(0, given.chunks.stream_bytes, everything)
-            places = part.places
+            places = part.target.places
             assert not len(places.device.starts)
             places.host.scatter(0, given.chunks.stream_bytes, everything.data_ptr())
         else:
@@ -97,7 +97,7 @@ class Ranks:
                 chunk = torch.full((given.chunks.sizes[index],), 0xAB, dtype=torch.uint8)
                 given.read(index, chunk)
                 assert view is None or torch.equal(view, chunk)
-                part.write(index, chunk)
+                part.target.write(index, chunk)
         self.served[rank] = self.served.get(rank, 0) + part.chunks.nbytes
 
     def gather(self, into: Any = None, *, by_address: bool = False, **options: Any) -> Any:
@@ -567,7 +567,7 @@ def test_mutants_of_a_rank_are_refused_or_can_be_gathered() -> None:
             plan = GatherPlan({0: ranks.records[0], 1: record}, into, LandingOptions(strict=False))
             for part in plan.parts.values():
                 for index, size in enumerate(part.chunks.sizes):
-                    part.write(index, torch.zeros(size, dtype=torch.uint8))
+                    part.target.write(index, torch.zeros(size, dtype=torch.uint8))
             plan.commit()
             gathered += 1
         except RelayError:
@@ -616,11 +616,11 @@ def test_a_gather_of_many_tensors_costs_no_more_than_three_receives(in_place: bo
     into = many(count) if in_place else None
 
     def receive() -> None:
-        landing = land(record, None if into is None else PreparedDestination(into))
+        landing = land(record, None if into is None else Destination(into))
         landing.commit()
 
     def gather() -> None:
-        plan = GatherPlan({0: record}, None if into is None else PreparedDestination(into))
+        plan = GatherPlan({0: record}, None if into is None else Destination(into))
         for part in plan.parts.values():
             asked = decode_reads(encode_reads(part.asked), snapshot.record)
             SnapshotPart(snapshot, asked)

@@ -20,8 +20,8 @@ from tests.support.checkpointable import (
 )
 from tests.support.trips import chunk_of, trip
 from torchrelay.errors import MismatchError, UnsupportedLeafError
+from torchrelay.landing.land import land
 from torchrelay.landing.options import LandingOptions
-from torchrelay.landing.seam import land
 from torchrelay.plan.snapshot import capture
 from torchrelay.state.checkpointable import ATTRIBUTES
 
@@ -31,7 +31,7 @@ def new(state: object) -> Any:
     snapshot = capture(state)
     landing = land(snapshot.record, None, LandingOptions(shards="as_sent"))
     for index in range(len(snapshot.chunks)):
-        landing.write(index, chunk_of(snapshot, index))
+        landing.target().write(index, chunk_of(snapshot, index))
     return landing.commit().state
 
 
@@ -217,7 +217,7 @@ def test_memory_that_moves_during_a_receive_is_noticed() -> None:
     into = rows(0, 3, torch.zeros(6, 4))
     landing = land(snapshot.record, {"w": into})
     for index in range(len(snapshot.chunks)):
-        landing.write(index, chunk_of(snapshot, index))
+        landing.target().write(index, chunk_of(snapshot, index))
     landing.commit()
     assert has_its_boxes(into)
 

@@ -17,7 +17,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from tests.support.states import bits
 from tests.support.trips import trip
 from torchrelay.errors import MismatchError, UnsupportedLeafError
-from torchrelay.landing.seam import land
+from torchrelay.landing.land import land
 from torchrelay.plan.snapshot import capture
 from torchrelay.record.encoding import decode
 
@@ -105,7 +105,7 @@ def test_a_dtensor_of_a_mesh_that_is_not_here(line: DeviceMesh) -> None:
     assert changed.meshes[0].ranks == (5,)
     landing = land(changed)
     for index, size in enumerate(landing.chunks.sizes):
-        landing.write(index, torch.zeros(size, dtype=torch.uint8))
+        landing.target().write(index, torch.zeros(size, dtype=torch.uint8))
     got: Any = landing.commit().state
     assert got["w"].device_mesh.mesh.tolist() == [5]
     assert torch.equal(got["w"]._local_tensor, torch.zeros(4, 6))

@@ -25,7 +25,7 @@ from tests.support.states import (
     tensors_in,
 )
 from tests.support.trips import chunk_of, trip
-from torchrelay.landing.seam import land
+from torchrelay.landing.land import land
 from torchrelay.plan.snapshot import capture
 from torchrelay.record.encoding import decode, decode_at_rest, encode, encode_at_rest
 
@@ -83,7 +83,7 @@ def test_atomic_writes_nothing_before_commit(data: st.DataObject, chunk_bytes: i
     snapshot = capture(state, chunk_bytes=chunk_bytes)
     landing = land(snapshot.record, made.into)
     for index in range(len(snapshot.chunks)):
-        landing.write(index, chunk_of(snapshot, index))
+        landing.target().write(index, chunk_of(snapshot, index))
     assert made.unchanged()
     assert not landing.torn
     landing.commit()

@@ -44,8 +44,8 @@ from torchrelay.geometry.strides import (
     overlapping,
     packed,
 )
+from torchrelay.landing.land import land
 from torchrelay.landing.options import LandingOptions
-from torchrelay.landing.seam import land
 from torchrelay.memory.digest import digest
 from torchrelay.plan.snapshot import capture
 from torchrelay.record import manifest as m
@@ -810,7 +810,7 @@ def test_bytes_that_do_not_make_a_sparse_tensor_are_refused() -> None:
         for atomic in (True, False):
             landing = land(snapshot.record, into, LandingOptions(atomic=atomic))
             for index in range(len(snapshot.chunks)):
-                landing.write(index, torch.full_like(chunk_of(snapshot, index), 0x77))
+                landing.target().write(index, torch.full_like(chunk_of(snapshot, index), 0x77))
             with pytest.raises(UnsupportedLeafError) as caught:
                 landing.commit()
             assert caught.value.path == "['s']"
@@ -823,7 +823,7 @@ def test_an_empty_tensor_of_a_device_that_is_not_here_is_made_on_the_host() -> N
     on = np.array([shape == (0, 3) for shape in kinds], np.int64)
     offered = msgspec.structs.replace(record, devices=("cpu", "cuda"), device_of=on)
     landing = land(decode(encode(offered)))
-    landing.write(0, torch.zeros(16, dtype=torch.uint8))
+    landing.target().write(0, torch.zeros(16, dtype=torch.uint8))
     state: Any = landing.commit().state
     wanted = "cuda" if torch.cuda.is_available() else "cpu"
     assert state["e"].device.type == wanted and state["e"].shape == (0, 3)

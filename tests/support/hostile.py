@@ -26,9 +26,9 @@ from torchrelay.dropin._pickles.state_record import loads
 from torchrelay.dropin.stock_dcp import read_stock
 from torchrelay.errors import RelayError
 from torchrelay.inspection.step_source import contents_of
+from torchrelay.landing.land import land
 from torchrelay.landing.options import LandingOptions
 from torchrelay.landing.packed import unpack
-from torchrelay.landing.seam import land
 from torchrelay.record.encoding import decode, decode_at_rest
 from torchrelay.record.probing import FEW
 from torchrelay.record.schema import VERSION, pack_column

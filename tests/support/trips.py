@@ -6,9 +6,9 @@ import random
 
 import torch
 
+from torchrelay.landing.commit.landing import Landed
+from torchrelay.landing.land import land
 from torchrelay.landing.options import LandingOptions
-from torchrelay.landing.places import Landed
-from torchrelay.landing.seam import land
 from torchrelay.plan.snapshot import Snapshot, capture
 from torchrelay.record.encoding import decode, encode
 
@@ -41,7 +41,7 @@ def trip(
     order = list(range(len(snapshot.chunks)))
     random.Random(seed).shuffle(order)
     for index in order:
-        landing.write(index, chunk_of(snapshot, index))
+        landing.target().write(index, chunk_of(snapshot, index))
     landed = landing.commit()
     assert not landing.torn
     return landed

@@ -45,7 +45,7 @@ from torchrelay.errors import (
     UnsupportedLeafError,
     UsageError,
 )
-from torchrelay.landing.commit.ending import TORN
+from torchrelay.landing.commit.landing import TORN
 from torchrelay.memory.bounded import bounded
 from torchrelay.memory.writable import READ_ONLY, ReadOnlyMemory
 from torchrelay.plan.region import Region, Stream

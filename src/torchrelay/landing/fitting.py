@@ -1,12 +1,12 @@
 """Which memory of a destination takes which of the bytes that are offered.
 
-Destinations that are one run of memory, in the order of the bytes, are rows of a table. All others
-are late: their elements are copied from images that are held until the commit.
+Destinations that are one run of memory, in the order of the bytes, are pieces. To all others
+elements are copied at the end, from images that are staged until then.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -19,9 +19,9 @@ from torchrelay.geometry.strides import extent, packed
 from torchrelay.landing.checks.fit import ArrayFit, Fit, Found, fit
 from torchrelay.landing.checks.ties import check_ties
 from torchrelay.landing.leaves import strides_of
-from torchrelay.landing.pairing import PreparedDestination
-from torchrelay.landing.straight import Indices, Straight, gpu_of
 from torchrelay.landing.workspace import Workspace
+from torchrelay.plan.pieces import Pieces, device_number
+from torchrelay.planning.destination import Destination
 from torchrelay.record import manifest as m
 from torchrelay.record.rows import LeafRows, Marks
 from torchrelay.state import tensors as t
@@ -30,28 +30,30 @@ from torchrelay.state.matching import Matched, Pair
 from torchrelay.state.objects import InPlaceObject
 from torchrelay.state.paths import LeafPaths, Path, naming, show
 
+Indices = np.ndarray[Any, np.dtype[np.intp]]
+
 
 class Fitting:
     """Pairs of leaves, once every one is known to fit: `MismatchError` where one does not.
 
-    `table` has rows for `tensors`, by their numbers, and `late` the other destinations. `values`
-    has the plain ones: by leaf here, the leaf offered. `wholes` are the sparse tensors in it, whose
-    indices have to hold. `written` are the tensors that are written to, as autograd counts them: of
-    distributed ones both the tensor and its local part.
+    - `pieces`: the memory of the destination that takes bytes as they are.
+    - `copies`: other destinations, to which elements are copied at the end.
+    - `values`: by leaf here, the leaf offered for a plain value, and its path.
+    - `sparse`: sparse tensors whose indices have to hold.
+    - `written`: the tensors that are written to, as autograd counts them: of distributed ones both
+      the tensor and its local part.
     """
 
-    def __init__(
-        self, matched: Matched, rows: LeafRows, into: PreparedDestination, chunks: Chunks
-    ) -> None:
-        self.late: list[Fit | ArrayFit] = []
+    def __init__(self, matched: Matched, rows: LeafRows, into: Destination, chunks: Chunks) -> None:
+        self.copies: list[Found] = []
         self.values: dict[int, tuple[int, Path]] = {}
-        self.wholes: dict[int, tuple[m.SparseLeaf, Path]] = {}
-        mine = into.flat.leaves
+        self.sparse: dict[int, tuple[m.SparseLeaf, Path]] = {}
+        self._into = into
         plain, rest = split(matched, rows, into, chunks)
         fits: list[Found] = []
         for index, path, here in rest:
             leaf = rows[index]
-            fits += [Found(pair, path, here) for pair in fit(leaf, mine[here], path)]
+            fits += [Found(pair, path, here) for pair in fit(leaf, into.flat.leaves[here], path)]
             if isinstance(leaf, (m.ValueLeaf, m.SizeLeaf)) or (
                 isinstance(leaf, m.ArrayLeaf) and leaf.scalar
             ):
@@ -65,80 +67,103 @@ class Fitting:
             for write in held.object.own_writes()
             if write.memory.numel()
         ]
-        check_ties(plain, fits, writes, chunks, lambda leaf: LeafPaths(into.flat.tree)[leaf])
-        locals_: Sequence[Any] = into.layout.locals
-        sharded = into.layout.sharded.locals
-        whole = len(plain.leaf) == len(mine)
-        leaves = range(len(mine)) if whole else plain.leaf.tolist()
-        self.written: list[Any] = [*mine] if whole else [mine[n] for n in leaves]
-        self.written += [sharded[n] for n in leaves if n in sharded] if sharded else []
-        more: list[torch.Tensor] = []
-        homes: list[int] = []  # of these, by leaf here
-        late_homes: list[int] = []
+        check_ties(plain, fits, writes, chunks, self._path_of)
+        self.written = _written(plain, into)
+        self._leaf_of = list(range(len(into.layout.locals)))  # of each tensor in memory of `pieces`
+        more = self._add_fits(fits, into.flat.leaves, chunks)
+        self.pieces: Pieces = plain.joined(more).once() if len(more) else plain
+
+    def _path_of(self, leaf: int) -> Path:
+        return LeafPaths(self._into.flat.tree)[leaf]
+
+    def _add_fits(self, fits: Sequence[Found], leaves: Sequence[Any], chunks: Chunks) -> Pieces:
+        """Note everything that is fitted one by one. Returns the pieces among them."""
+        memory: list[torch.Tensor] = []
         added: list[tuple[int, int, int, int, int, int]] = []
-        for pair, path, here in fits:
+        for found in fits:
+            pair, here = found.pair, found.here
             if isinstance(pair, ArrayFit):
-                self.late.append(pair)
-                late_homes.append(here)
+                self.copies.append(found)
                 continue
             part, tensor = pair.part, pair.destination
             self.written.append(tensor)
-            if t.is_dtensor(mine[here]):
-                self.written.append(mine[here])
+            if t.is_dtensor(leaves[here]):
+                self.written.append(leaves[here])
             if pair.whole is not None:
-                self.wholes[id(pair.whole)] = (pair.whole, path)
+                self.sparse[id(pair.whole)] = (pair.whole, found.path)
             nbytes = _run_bytes(pair)
             if not nbytes:
-                self.late.append(pair)
-                late_homes.append(here)
+                self.copies.append(found)
                 continue
-            at = chunks.start_of(part.storage) + part.offset
-            number, gpu = len(locals_) + len(more), gpu_of(tensor)
-            added.append((at, tensor.data_ptr(), nbytes, part.storage, number, gpu))
-            more.append(tensor)
-            homes.append(here)
-        self.tensors: Sequence[Any] = [*locals_, *more] if more else locals_
-        self.table = plain.joined(added)
-        self._homes, self._late_homes, self._locals = homes, late_homes, len(locals_)
+            at, device = chunks.start_of(part.storage) + part.offset, device_number(tensor.device)
+            added.append((at, tensor.data_ptr(), nbytes, device, part.storage, len(memory)))
+            memory.append(tensor)
+            self._leaf_of.append(here)
+        return Pieces.of(added, memory)
 
-    def check_writable(self, workspace: Workspace, path_of: Callable[[int], Path]) -> None:
+    def check_writable(self, workspace: Workspace) -> None:
         """`MismatchError` for a tensor in memory that can only be read: a write to it would end the
         process."""
-        near = self.table.some(self.table.on_host)
-        late: list[int] = []
-        addresses, sizes = [near.address.astype(np.uint64)], [near.nbytes.astype(np.uint64)]
-        for pair, here in zip(self.late, self._late_homes, strict=True):
+        pieces = self.pieces.some(self.pieces.on_host)
+        copied: list[int] = []  # leaves here
+        addresses, sizes = [pieces.address.astype(np.uint64)], [pieces.nbytes.astype(np.uint64)]
+        for found in self.copies:
+            pair = found.pair
             if isinstance(pair, Fit) and pair.destination.device.type == "cpu":
                 reach = extent(pair.destination.shape, pair.destination.stride())
                 addresses.append(np.array([pair.destination.data_ptr()], np.uint64))
                 sizes.append(np.array([reach * pair.destination.element_size()], np.uint64))
-                late.append(here)
-        found = workspace.first_read_only(np.concatenate(addresses), np.concatenate(sizes))
-        if found >= len(near.leaf):
-            here = late[found - len(near.leaf)]
-        elif found >= 0:
-            number = int(near.leaf[found])
-            here = number if number < self._locals else self._homes[number - self._locals]
-        if found >= 0:
+                copied.append(found.here)
+        first = workspace.first_read_only(np.concatenate(addresses), np.concatenate(sizes))
+        if first >= 0:
+            count = len(pieces)
+            is_piece = first < count
+            leaf = self._leaf_of[int(pieces.keep[first])] if is_piece else copied[first - count]
             raise MismatchError(
                 "the destination cannot be written: its memory is mapped for reading alone; give a "
                 "clone of it",
-                path=show(path_of(here)),
+                path=show(self._path_of(leaf)),
             )
 
+    def path_of(self, keep: int) -> str | None:
+        """The path of a tensor in memory of `pieces`, if the destination has it at one."""
+        leaf, paths = self._leaf_of[keep], LeafPaths(self._into.flat.tree)
+        return show(paths[leaf]) if leaf in paths else None
+
     @property
-    def late_images(self) -> list[int]:
+    def copied_images(self) -> list[int]:
+        """The images that `copies` are made from."""
+        pairs = [found.pair for found in self.copies]
         return [
-            pair.leaf.storage if isinstance(pair, ArrayFit) else pair.part.storage
-            for pair in self.late
+            pair.leaf.storage if isinstance(pair, ArrayFit) else pair.part.storage for pair in pairs
         ]
 
 
+def _written(plain: Pieces, into: Destination) -> list[Any]:
+    """The tensors that plain pieces are of."""
+    leaves, sharded = into.flat.leaves, into.layout.sharded.locals
+    if len(plain) == len(leaves):
+        keep: Sequence[int] = range(len(leaves))
+        found = [*leaves]
+    else:
+        keep = plain.keep.tolist()
+        found = [leaves[n] for n in keep]
+    return [*found, *(sharded[n] for n in keep if n in sharded)] if sharded else found
+
+
 def split(
-    matched: Matched, rows: LeafRows, into: PreparedDestination, chunks: Chunks
-) -> tuple[Straight, list[Pair]]:
-    """The bytes that go straight to plain tensors, in columns, and the pairs that are left to be
-    fitted one by one."""
+    matched: Matched, rows: LeafRows, into: Destination, chunks: Chunks
+) -> tuple[Pieces, list[Pair]]:
+    """The plain tensors that take bytes as they are, as pieces whose memory are the local tensors
+    of the destination; and the pairs that are left to be fitted one by one.
+
+    Offered: leaf 0 (float32, 4), leaf 1 (a list of bytes), leaf 2 (float32, 2 x 2, transposed). The
+    destination has a plain tensor for each of them. Leaf 0 fits as it is; leaf 2 has other strides
+    in its image, so it is left over, with leaf 1:
+
+        pieces  at=0, address of tensor 0, nbytes=16, image=0, keep=0
+        left    the pairs of leaves 1 and 2
+    """
     plain = into.layout.plain
     here, there, numbers = _paired(matched, rows, into)
     fits = _fitting(rows, there, into, here)
@@ -155,13 +180,20 @@ def split(
         _, once = np.unique(here * len(rows.leaves) + there, return_index=True)
         here, there = here[once], there[once]
     images = rows.images[there]
-    at = chunks.places[images] + rows.offsets[there].astype(np.uint64)
-    columns = (plain.addresses[here], plain.nbytes[here], images, plain.leaves[here])
-    return Straight(at, *columns, plain.gpus[here]).in_order(), pairs
+    pieces = Pieces(
+        at=chunks.places[images] + rows.offsets[there].astype(np.uint64),
+        address=plain.addresses[here],
+        nbytes=plain.nbytes[here],
+        device=plain.gpus[here],
+        image=images,
+        keep=plain.leaves[here],
+        memory=into.layout.locals,
+    )
+    return pieces.in_order(), pairs
 
 
 def _paired(
-    matched: Matched, rows: LeafRows, into: PreparedDestination
+    matched: Matched, rows: LeafRows, into: Destination
 ) -> tuple[Indices, Indices, Indices]:
     """Which of the plain tensors, which row it is offered, and the number of the pair: that of the
     leaf where both sides have one tree."""
@@ -184,7 +216,7 @@ def _places(leaves: Numbers, count: int, wanted: Numbers) -> Indices:
     return found[wanted]
 
 
-def _fitting(rows: LeafRows, there: Indices, into: PreparedDestination, here: Indices) -> Marks:
+def _fitting(rows: LeafRows, there: Indices, into: Destination, here: Indices) -> Marks:
     """Whether what each plain tensor is offered can be copied to it as it is. The first tensor of
     each combination of kinds tells for all of them."""
     record, plain = rows.record, into.layout.plain

@@ -66,7 +66,7 @@ def strides_of(part: m.TensorLeaf) -> tuple[int, ...]:
     return contiguous_strides(part.shape) if part.strides is None else part.strides
 
 
-def copy_late(destination: object, source: object) -> None:
+def copy_elements(destination: object, source: object) -> None:
     if isinstance(destination, np.ndarray) and isinstance(source, np.ndarray):
         np.copyto(destination, source, casting="no")
         return

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Sequence
 from functools import cached_property
 from itertools import pairwise, repeat
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -20,10 +20,11 @@ from torchrelay.geometry.boxes import Numbers
 from torchrelay.geometry.chunks import Chunks
 from torchrelay.landing.checks.fit import fit, mesh_of
 from torchrelay.landing.checks.shards import check_shards
-from torchrelay.landing.held import HeldImages
+from torchrelay.landing.image_memory import ImageMemory
 from torchrelay.landing.leaves import images_of, make_leaf
 from torchrelay.landing.options import LandingOptions
 from torchrelay.landing.workspace import LARGE_BYTES, Workspace, allocate
+from torchrelay.plan.pieces import HOST, device_number
 from torchrelay.record import manifest as m
 from torchrelay.record.manifest import parts
 from torchrelay.record.rows import LeafRows, Marks
@@ -36,12 +37,21 @@ _HOST = torch.device("cpu")
 _MANY = 256  # leaves that are asked for one by one
 _NONE, _SEVERAL = -1, -1  # no tensor is all of a storage; several leaves have an image
 
-Filled = Callable[[int], torch.Tensor | None]
+
+class StoredImages(Protocol):
+    """Images whose bytes exist already, in files or in memory of another process."""
+
+    def check(self, images: Numbers) -> None:
+        """Raise an error unless the bytes of all of these can be there. Called before memory is
+        taken for them."""
+
+    def lend(self, image: int) -> torch.Tensor | None:
+        """Memory with the bytes of an image, for a new tensor to keep."""
 
 
-class GivenLeaf(NamedTuple):
+class ObjectLeaf(NamedTuple):
     """A leaf for `load_state_dict` of an object, and a tensor that it resembles: the object's own
-    in its place, or its parameter. `fits`: a tensor has to be of the same kind."""
+    at its path, or its parameter. `fits`: a tensor has to be of the same kind."""
 
     leaf: int
     path: Path
@@ -64,11 +74,11 @@ class NewLeaves:
         self._meshes: dict[int, t.DeviceMesh] = {}
         self._leaves: list[object] = [None] * len(rows)
 
-    def add_given(self, given: GivenLeaf) -> None:
+    def add_for_object(self, wanted: ObjectLeaf) -> None:
         """Have a leaf made for an object, on the mesh of what it resembles if it is distributed. A
         value in the place of a tensor is the object's to judge: an optimizer has None where it has
         not come to yet."""
-        index, path, like, fits = given
+        index, path, like, fits = wanted
         leaf = self._rows[index]
         self.marks[index], self._paths[index] = True, path
         with naming(path):
@@ -126,13 +136,22 @@ class NewLeaves:
     def take_memory(
         self,
         images: Numbers,
-        held: HeldImages,
+        memory: ImageMemory,
         chunks: Chunks,
         workspace: Workspace,
-        filled: Filled | None,
+        stored: StoredImages | None,
     ) -> None:
-        """Hold images that ascend, and that no leaf but those made here has. `filled` may have
-        memory with the bytes of an image already, to be kept."""
+        """Take memory for images that ascend, and that no leaf but those made here has. `stored`
+        may lend memory that has the bytes of an image already.
+
+        Images of one storage stay together. Of images 0 to 4, 1 and 2 share storage 7:
+
+            run       first  last  bytes     becomes
+            image 0   0      0     4 KB      a tensor of its kind, made with others of that kind
+            1 and 2   1      2     12 KB     a buffer of bytes: both leaves are views of it
+            image 3   3      3     2 MB      a buffer of the workspace, which reuses large ones
+            image 4   4      4     8 KB      a tensor of another kind
+        """
         if not len(images):
             return
         storage_of = self._rows.record.storage_of
@@ -142,29 +161,29 @@ class NewLeaves:
         starts = chunks.places[firsts]
         sizes = (chunks.places[lasts] - starts).astype(np.int64) + chunks.image_bytes[lasts]
         where = self._where[firsts]
-        far: Marks = np.array([one != _HOST for one in self._devices], bool)[where]
-        large = np.flatnonzero(~far & (sizes >= LARGE_BYTES)).tolist()
-        found = {} if filled is None else {n: filled(int(firsts[n])) for n in large}
-        memory = {n: one for n, one in found.items() if one is not None}
-        empty = [n for n in large if n not in memory]
-        memory.update(zip(empty, workspace.buffers(sizes[empty].tolist()), strict=True))
+        devices = np.array([device_number(one) for one in self._devices], np.int64)[where]
+        large = np.flatnonzero((devices == HOST) & (sizes >= LARGE_BYTES)).tolist()
+        lent = {} if stored is None else {n: stored.lend(int(firsts[n])) for n in large}
+        buffers = {n: one for n, one in lent.items() if one is not None}
+        empty = [n for n in large if n not in buffers]
+        buffers.update(zip(empty, workspace.buffers(sizes[empty].tolist()), strict=True))
         kinds = self._kinds_of(firsts, firsts == lasts)
         kinds[large] = _NONE
         both = kinds * len(self._devices) + where
         bounds = np.flatnonzero(np.diff(both, prepend=both[0] - 1, append=both[-1] + 1))
-        pieces: list[torch.Tensor] = []
-        bases: list[int] = []
+        tensors: list[torch.Tensor] = []
+        addresses: list[int] = []
         for start, stop in pairwise(bounds.tolist()):
             device = self._devices[int(where[start])]
             if kinds[start] != _NONE:
-                self._add_tensors(int(kinds[start]), firsts[start:stop], device, pieces, bases)
+                self._add_tensors(int(kinds[start]), firsts[start:stop], device, tensors, addresses)
                 continue
             for n, nbytes in enumerate(sizes[start:stop].tolist(), start):
-                pieces.append(memory[n] if n in memory else allocate(nbytes, device))
-                bases.append(pieces[-1].data_ptr())
+                tensors.append(buffers[n] if n in buffers else allocate(nbytes, device))
+                addresses.append(tensors[-1].data_ptr())
         numbers = np.cumsum(is_first) - 1
         offsets = chunks.places[images] - starts[numbers]
-        held.add(pieces, sizes, far, images, numbers, offsets, bases)
+        memory.add(images, tensors, numbers, offsets, sizes, addresses, devices)
 
     def _kinds_of(self, images: Numbers, alone: Marks) -> Numbers:
         """A number for the kinds of leaf and image of each storage that is one tensor; -1 where it
@@ -198,8 +217,8 @@ class NewLeaves:
         number: int,
         images: Numbers,
         device: torch.device,
-        pieces: list[torch.Tensor],
-        bases: list[int],
+        found: list[torch.Tensor],
+        addresses: list[int],
     ) -> None:
         """Make the tensors of images, which are all of one kind: together they take half the time.
         Their addresses are asked for while they are in the processor's cache."""
@@ -211,15 +230,15 @@ class NewLeaves:
         try:
             one = torch.empty(shape, dtype=t.DTYPES[kind.dtype], device=device)
             tensors = [one]
-            bases.append(one.data_ptr())
+            addresses.append(one.data_ptr())
             while rest := min(t.BLOCK, len(images) - len(tensors)):
                 some = [*map(torch.empty_like, repeat(one, rest))]
                 tensors += some
-                bases += map(torch.Tensor.data_ptr, some)
+                addresses += map(torch.Tensor.data_ptr, some)
         except (RuntimeError, MemoryError, AssertionError) as fault:
             what = f"{kind.dtype} {shape} on {device}"
             raise MismatchError(f"no memory for {what}: {fault}") from None
-        pieces += tensors
+        found += tensors
         if kind.flags == 0 and kind.sharding < 0:
             leaves = self._rows.leaves[self._owners[images]]
             for index, tensor in zip(leaves.tolist(), tensors, strict=True):

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 
 from torchrelay.errors import ManifestError
+from torchrelay.landing.land import land
 from torchrelay.landing.options import LandingOptions
-from torchrelay.landing.seam import land
 from torchrelay.plan.snapshot import capture
 from torchrelay.record.encoding import decode
 
@@ -31,5 +31,6 @@ def unpack(data: bytes) -> object:
     if len(body) != landing.chunks.stream_bytes:
         raise ManifestError(f"{len(body)} bytes for a state of {landing.chunks.stream_bytes}")
     if body:
-        landing.places.write(0, len(body), torch.frombuffer(bytearray(body), dtype=torch.uint8))
+        places = landing.target().places
+        places.write(0, len(body), torch.frombuffer(bytearray(body), dtype=torch.uint8))
     return landing.commit().state

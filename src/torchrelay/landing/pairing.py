@@ -1,13 +1,8 @@
-"""A destination, and an offered tree next to it: which leaves go to which, and what objects get.
-
-A receiver waits for a record anyway. Meanwhile it inspects its own tensors, and `land` takes the
-result instead of the destination itself.
-"""
+"""An offered tree next to that of a destination: which leaves go to which, and what objects get."""
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -15,15 +10,14 @@ import torch
 from msgspec.structs import replace
 
 from torchrelay.errors import MismatchError
-from torchrelay.landing.new_leaves import GivenLeaf
+from torchrelay.landing.new_leaves import ObjectLeaf
 from torchrelay.landing.options import LandingOptions
-from torchrelay.pause import gc_paused
-from torchrelay.plan.sharded import PlainLayout
+from torchrelay.planning.catalog import Catalog
+from torchrelay.planning.destination import Destination
 from torchrelay.planning.selection import Selection
 from torchrelay.record import manifest as m
 from torchrelay.state import tensors as t
 from torchrelay.state.backing import missing_memory
-from torchrelay.state.checkpointable import with_boxes
 from torchrelay.state.hints import with_hints
 from torchrelay.state.matching import (
     Comparison,
@@ -33,77 +27,41 @@ from torchrelay.state.matching import (
     listed,
     refuse_differences,
 )
-from torchrelay.state.objects import InPlaceObject, Objects, OfferedTensor, flatten_objects
+from torchrelay.state.objects import InPlaceObject, Objects
 from torchrelay.state.optimizers import check_kind, parameter_of, parameters_of
 from torchrelay.state.paths import Path, key_of, text_of
-from torchrelay.state.tree import grafted, inside_records, show, slots, subtree
+from torchrelay.state.tree import grafted, show, slots, subtree
 from torchrelay.state.wrappers import without_wrappers
 
-JUST_NOW = 0.1  # seconds: what was looked at so lately is not looked at again
 Branches = dict[Path, m.Node]  # by object, its offered state
-TensorOf = Callable[[int], OfferedTensor | None]  # of an offered leaf
-
-
-class PreparedDestination:
-    """What `land(record, into=PreparedDestination(into))` takes. Until the end of the landing the
-    caller must not change containers: an object that is put in a slot meanwhile is not seen. A
-    tensor with new memory is noticed.
-
-    It keeps the destination alive. `UnsupportedLeafError` for a container that cannot be filled.
-    """
-
-    @gc_paused()
-    def __init__(self, into: object) -> None:
-        self.into = into
-        found, self.objects = flatten_objects(into)
-        self.own = found.leaves  # the caller's, where `flat` has stand-ins for some
-        self.flat = with_boxes(found)
-        self.layout = PlainLayout(self.flat)
-        self.inside_records = inside_records(self.flat.tree)  # the leaves that these are made of
-        self._looked_at = time.monotonic()
-
-    @property
-    def moved(self) -> bool:
-        """Whether a plain tensor no longer lies where it did, if there was time for that."""
-        if time.monotonic() < self._looked_at + JUST_NOW:
-            return False
-        plain = self.layout.plain
-        tensors = self.layout.sharded.local_leaves(self.flat.leaves, now=True)
-        return not plain.lie_in_place(plain.of(tensors))
 
 
 @dataclass
 class Pairing:
     """`matched` pairs leaves. `branches` has what is offered for each object that is given its
-    state: of these, `given` leaves are made, and the pairs in `filled` are written in place.
+    state: of these, leaves are made `for_objects`, and the pairs `in_objects` are written in place.
     `missing` and `extra` are paths that one side alone has.
     """
 
-    into: PreparedDestination
+    into: Destination
     matched: Matched
     branches: Branches = field(default_factory=dict)
-    given: list[GivenLeaf] = field(default_factory=list)
-    filled: list[Pair] = field(default_factory=list)
+    for_objects: list[ObjectLeaf] = field(default_factory=list)
+    in_objects: list[Pair] = field(default_factory=list)
     missing: list[str] = field(default_factory=list)
     extra: list[str] = field(default_factory=list)
     all_new: bool = False  # nothing of it is the caller's
 
     @classmethod
     def with_nothing(cls) -> Pairing:
-        return cls(PreparedDestination(()), Matched([]), all_new=True)
+        return cls(Destination(()), Matched([]), all_new=True)
 
 
-def paired(
-    tree: m.Node,
-    into: PreparedDestination,
-    options: LandingOptions,
-    tensor_of: TensorOf,
-    choice: Selection | None = None,
-) -> Pairing:
-    """Pair the leaves of an offered tree, those that `choice` takes, with a destination.
-    `MismatchError` where the two differ in more than the options allow."""
-    strict, choice = options.strict, choice or Selection()
-    checked = _checked_in_place(tree, into.objects, tensor_of, choice, strict=strict)
+def paired(catalog: Catalog, into: Destination, options: LandingOptions) -> Pairing:
+    """Pair the offered leaves that are wanted with a destination. `MismatchError` where the two
+    differ in more than the options allow."""
+    tree, strict, choice = catalog.tree, options.strict, catalog.selection
+    checked = _checked_in_place(catalog, into.objects, strict=strict)
     with with_hints(checked, into.flat.tree):
         roots = [path for path, held in into.objects.items() if not held.in_place]
         if checked is tree and not roots and choice.plain and tree == into.flat.tree:
@@ -121,7 +79,7 @@ def paired(
 
 def _matched(
     offered: m.Node,
-    into: PreparedDestination,
+    into: Destination,
     roots: Sequence[Path],
     choice: Selection,
     *,
@@ -170,19 +128,19 @@ def _add_objects(pairing: Pairing, options: LandingOptions) -> None:
                 and not held.in_module
                 and isinstance(mine, (torch.Tensor, np.ndarray))
             ):
-                pairing.filled.append((index, path, here[path]))
+                pairing.in_objects.append((index, path, here[path]))
             elif isinstance(mine, torch.Tensor):
                 if t.is_plain(mine) and (why := missing_memory(mine)) is not None:
                     raise MismatchError(
                         f"the destination cannot be written: {why}", path=show(path)
                     )
                 fits = isinstance(held.object, torch.optim.Optimizer)
-                pairing.given.append(GivenLeaf(index, path, mine, fits))
+                pairing.for_objects.append(ObjectLeaf(index, path, mine, fits))
             else:
                 parameter = parameter_of(parameters, below)
-                pairing.given.append(GivenLeaf(index, path, parameter, fits=False))
-    if pairing.filled:
-        pairing.matched = Matched([*pairing.matched.pairs, *pairing.filled])
+                pairing.for_objects.append(ObjectLeaf(index, path, parameter, fits=False))
+    if pairing.in_objects:
+        pairing.matched = Matched([*pairing.matched.pairs, *pairing.in_objects])
 
 
 def _missing(
@@ -229,11 +187,10 @@ def _is_stub(node: m.Node) -> bool:
     return isinstance(node, int) and node < 0
 
 
-def _checked_in_place(
-    tree: m.Node, objects: Objects, tensor_of: TensorOf, choice: Selection, *, strict: bool
-) -> m.Node:
+def _checked_in_place(catalog: Catalog, objects: Objects, *, strict: bool) -> m.Node:
     """The offered tree without the names that objects leave out. `MismatchError` where one refuses
     what is offered for it."""
+    tree, choice = catalog.tree, catalog.selection
     for path, held in objects.items():
         if not isinstance(held.object, InPlaceObject):
             continue
@@ -242,7 +199,7 @@ def _checked_in_place(
             branch = m.DictNode("dict", (), ())
         names = [text_of(key_of(branch, place)) for place in range(len(branch.items))]
         offered = {
-            name: tensor_of(item) if isinstance(item, int) else None
+            name: catalog.tensor_of(item) if isinstance(item, int) else None
             for name, item in zip(names, branch.items, strict=True)
         }
 

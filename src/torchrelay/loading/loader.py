@@ -32,9 +32,8 @@ from torchrelay.errors import (
     TornStateError,
     UsageError,
 )
-from torchrelay.landing.commit.ending import TORN
+from torchrelay.landing.commit.landing import TORN, Landed
 from torchrelay.landing.options import LandingOptions, checked_device
-from torchrelay.landing.places import Landed
 from torchrelay.landing.workspace import Workspace
 from torchrelay.loading.rank_load import RankLoad
 from torchrelay.loading.selection import add_savers, check_include

@@ -16,16 +16,17 @@ from functools import cached_property, partial
 import numpy as np
 import torch
 
-from torchrelay.errors import ManifestError, MismatchError, StorageTimeoutError
+from torchrelay.errors import ManifestError, StorageTimeoutError
 from torchrelay.geometry.boxes import Numbers
-from torchrelay.landing.commit.ending import Act, Together, Watch, alone, at_once
-from torchrelay.landing.held import HeldImages
+from torchrelay.landing.commit.landing import Act, Landed, Together, Watch, alone, at_once
+from torchrelay.landing.image_memory import ImageMemory
+from torchrelay.landing.land import fitted
 from torchrelay.landing.options import LandingOptions
-from torchrelay.landing.places import Landed
-from torchrelay.landing.seam import land_share
 from torchrelay.landing.workspace import Workspace
 from torchrelay.pause import gc_paused
-from torchrelay.planning.rank_share import RankShare
+from torchrelay.plan.pieces import HOST
+from torchrelay.planning.box_catalog import BoxCatalog
+from torchrelay.planning.catalog import Share
 from torchrelay.planning.reads import BoxReads, Cut, rows_of, stored_reads
 from torchrelay.planning.stored import Names, Shard
 from torchrelay.record.dtypes import itemsize
@@ -60,51 +61,32 @@ class RankLoad:
         self._record = record
         self._report = progress
         self._staged = options.staged
-        self._lent: list[int] = []  # images whose bytes are in memory that the step has lent
         # How reads are carried out that may hang; `left` is set when they were left behind.
         self.within: Callable[[Callable[[], None]], None] = lambda read: read()
         self.left = threading.Event()
         self.instead: dict[str, str] = {}  # why a faster path was not taken
         with gc_paused():
-            self._share = RankShare(
-                rows_for(record, options.rank, world),
-                include=include,
-                guessed=record.planned,
-                look=partial(_check_sizes, step, record),
-            )
+            ranks = rows_for(record, options.rank, world)
+            catalog = BoxCatalog(ranks, include=include, guessed=record.planned)
             on = replace(options, device=options.device or torch.device("cpu"))
-            self._landing = land_share(self._share, into, on, workspace, self._filled)
-            held, own = self._landing.held, self._landing.own()
-            nbytes = self._share.record.box_bytes
-            self.nbytes = int(nbytes[held.marks].sum() + nbytes[own.marks].sum())
+            found = fitted(catalog, into, on)
+            self._share = share = found.share
+            self._reads = stored_reads(record, share)
+            stored = _StepImages(step, record, share, self._reads)
+            self._landing = found.landing(workspace, stored)
+            self._new, self._own = self._landing.memory, self._landing.own()
+            nbytes = share.record.box_bytes
+            wanted = nbytes[self._new.marks].sum() + nbytes[self._own.marks].sum()
+            self.nbytes = int(wanted)
             # Memory that the step has lent has its bytes already.
-            lent = np.isin(np.arange(len(nbytes)), self._lent)
-            self._new = held, np.flatnonzero(held.marks & ~lent)
-            self._own = own, np.flatnonzero(own.marks)
-
-    @cached_property
-    def _reads(self) -> BoxReads:
-        """The reads of the step that fill all images of the share."""
-        return stored_reads(self._record, self._share)
-
-    def _filled(self, image: int) -> torch.Tensor | None:
-        """Memory that the step lends with the bytes of an image, which a tensor can keep."""
-        step, nbytes = self._step, int(self._share.record.box_bytes[image])
-        if not (step.lends and step.trusted):
-            return None
-        reads = self._reads.some(rows_of(self._reads, np.array([image])))
-        (box, *_), (start, *_), (at, *_) = reads.boxes, reads.start, reads.at
-        if at or start or nbytes != self._record.box_bytes[box]:
-            return None
-        self._lent.append(image)
-        name = self._record.volumes[int(self._record.box_volumes[box])].name
-        lent = step.lend(name, int(self._record.box_starts[box]), nbytes)
-        return torch.frombuffer(lent, dtype=torch.uint8)
+            lent = np.isin(np.arange(len(nbytes)), stored.lent)
+            self._new_images = np.flatnonzero(self._new.marks & ~lent)
+            self._own_images = np.flatnonzero(self._own.marks)
 
     def wanted(self) -> Iterator[WantedBox]:
         """Everything that is going to be read of the step."""
         record = self._record
-        images = np.union1d(self._new[1], self._own[1])
+        images = np.union1d(self._new_images, self._own_images)
         for image, shard, found in self._shards(self._reads.some(rows_of(self._reads, images))):
             size = itemsize(self._share.record.kind_of_image(image).dtype)
             name = record.volumes[shard.file].name
@@ -121,33 +103,36 @@ class RankLoad:
     @cached_property
     def _planned(self) -> tuple[list[Wave], list[Wave]]:
         """Reads into new tensors, and into the caller's. Planned when they are first needed."""
-        return self._waves_of(*self._new), self._waves_of(*self._own)
+        new = self._waves_of(self._new, self._new_images)
+        return new, self._waves_of(self._own, self._own_images)
 
-    def _waves_of(self, held: HeldImages, images: Numbers) -> list[Wave]:
-        """The reads that fill images where they are held: runs of bytes that go to host memory, and
+    def _waves_of(self, memory: ImageMemory, images: Numbers) -> list[Wave]:
+        """The reads that fill images where they lie: runs of bytes that go to host memory, and
         boxes of all other kinds.
 
         Every load, pull and update passes here before it reads: sizes of a record meet memory that
         was made by other sizes. `ManifestError` where that is too small.
         """
-        record, share, room = self._record, self._share.record, held.room(images)
-        for number in np.flatnonzero(share.box_bytes[images] > room)[:1].tolist():
-            image = int(images[number])
+        record, share = self._record, self._share.record
+        too_small = images[share.box_bytes[images] > memory.space[images]]
+        if len(too_small):
+            image = int(too_small[0])
             nbytes, name = int(share.box_bytes[image]), self._name(image)[:80]
-            raise ManifestError(f"{nbytes} bytes of {name!r} for memory of {room[number]} bytes")
+            space = int(memory.space[image])
+            raise ManifestError(f"{nbytes} bytes of {name!r} for memory of {space} bytes")
         reads = self._reads.some(rows_of(self._reads, images))
-        is_run = (reads.start >= 0) & (reads.at >= 0) & ~held.on_device(reads.share)
+        is_run = (reads.start >= 0) & (reads.at >= 0) & (memory.device[reads.share] == HOST)
         some = reads.some(is_run)
         direct = DirectReads(
             record.box_volumes[some.boxes],
             record.box_starts[some.boxes] + some.start,
-            held.addresses(some.share) + some.at.astype(np.uint64),
+            memory.address[some.share] + some.at.astype(np.uint64),
             some.nbytes,
         )
         boxes = []
         for image, shard, part in self._shards(reads.some(~is_run)):
             kind = share.kind_of_image(image)
-            to = cut(held.elements(image, kind), *part.to)
+            to = cut(memory.elements(image, kind), *part.to)
             boxes.append(BoxRead(kind.dtype, shard, *part.part, to))
         if not self._step.on_gpus:
             return waves(boxes, direct)
@@ -193,14 +178,12 @@ class RankLoad:
         """Read new tensors, and compute everything that will be the caller's. `MismatchError`
         where a tensor of the destination would have to hold two values."""
         self._read(self._planned[0], verify, own=False)
-        for first, second, path in self._share.twins:
-            if not self._landing.are_equal(first, second):
-                raise MismatchError(
-                    "tied to another tensor here, and saved with another value than "
-                    f"{self._name(first)}: untie them, or load one of them with "
-                    "include=",
-                    path=path,
-                )
+        self._landing.check_equal(
+            lambda one: (
+                "tied to another tensor here, and saved with another value than "
+                f"{self._name(one.first)}: untie them, or load one of them with include="
+            )
+        )
         self._landing.make()
 
     def end(
@@ -226,10 +209,12 @@ class RankLoad:
             try:
                 self.within(partial(fetch.land, verify=verify))
             finally:
-                landing.torn = landing.torn or (own and fetch.begun)
+                if own and fetch.begun:
+                    landing.note_write()
                 if isinstance(fetch, DeviceFetch) and fetch.instead:
                     self.instead["device memory"] = fetch.instead
-            landing.torn = landing.torn or own
+            if own:
+                landing.note_write()
             wave.finish()
 
     def _fetch(self, wave: Wave) -> WaveFetch:
@@ -259,9 +244,30 @@ def rows_for(record: Record, rank: int, world: int) -> list[LeafRows]:
     return [LeafRows(record, other, at_rest=True) for other in ranks.values()]
 
 
-def _check_sizes(step: StepFiles, record: Record, images: Numbers) -> None:
-    """No memory is allocated for a tensor whose files are smaller than the record says."""
-    counts = record.box_counts[record.image_kind[images]]
-    boxes = runs(record.first_boxes[images], counts)
-    for file in np.unique(record.box_volumes[boxes]).tolist():
-        opened(step, record, file)
+class _StepImages:
+    """The images of a share, as the files of a step have them."""
+
+    def __init__(self, step: StepFiles, record: Record, share: Share, reads: BoxReads) -> None:
+        self._step, self._record, self._share, self._reads = step, record, share, reads
+        self.lent: list[int] = []  # images whose bytes are in memory that the step has lent
+
+    def check(self, images: Numbers) -> None:
+        """No memory is taken for a tensor whose files are smaller than the record says."""
+        record, sources = self._record, self._share.sources[images]
+        counts = record.box_counts[record.image_kind[sources]]
+        boxes = runs(record.first_boxes[sources], counts)
+        for file in np.unique(record.box_volumes[boxes]).tolist():
+            opened(self._step, record, file)
+
+    def lend(self, image: int) -> torch.Tensor | None:
+        step, nbytes = self._step, int(self._share.record.box_bytes[image])
+        if not (step.lends and step.trusted):
+            return None
+        reads = self._reads.some(rows_of(self._reads, np.array([image])))
+        (box, *_), (start, *_), (at, *_) = reads.boxes, reads.start, reads.at
+        if at or start or nbytes != self._record.box_bytes[box]:
+            return None
+        self.lent.append(image)
+        name = self._record.volumes[int(self._record.box_volumes[box])].name
+        lent = step.lend(name, int(self._record.box_starts[box]), nbytes)
+        return torch.frombuffer(lent, dtype=torch.uint8)

@@ -15,7 +15,7 @@ from torchrelay.errors import UnsupportedLeafError
 from torchrelay.geometry.boxes import Numbers
 from torchrelay.geometry.runs import reaching
 from torchrelay.plan.images import GeneralLeaves, LeafImages, stored_dtype
-from torchrelay.plan.outline import TensorRows, outline
+from torchrelay.plan.outline import OutlineBuilder, TensorRows
 from torchrelay.plan.plain import PlainTensors, find_plain
 from torchrelay.plan.sharded import ShardedKind, find_sharded
 from torchrelay.record import manifest as m
@@ -103,26 +103,29 @@ class Description:
 
     def record(self, place: Indices, **fields: Any) -> Record:
         """The record of the state, with each image at its `place`."""
-        kinds, plain = KindTable(), self.plain
+        kinds, plain, found = KindTable(), self.plain, OutlineBuilder()
         count, first = len(plain), len(plain) + len(self.wholes)
         leaf_kinds, image_kinds = self._plain_kinds(kinds)
+        zeros = np.zeros(count, np.int64)
+        found.add_rows(TensorRows(plain.leaves, leaf_kinds, place[:count], zeros))
         rows, others = self._leaf_images.rows_and_others(kinds, place[first:].tolist())
+        for leaf, other in others.items():
+            found.add(leaf, other)
         for leaf, image in self._whole_images.items():
             kind = self.sharded.kinds[self.sharded.numbers[leaf]]
             if image >= 0:
                 rows.append((leaf, kind.number_in(kinds), int(place[count + image]), 0))
             else:
                 meta = leaf in self.sharded.locals and self.sharded.locals[leaf].is_meta
-                others[leaf] = kind.without_bytes(m.META if meta else 0)
+                found.add(leaf, kind.without_bytes(m.META if meta else 0))
+        if rows:
+            found.add_rows(TensorRows(*np.array(rows, np.int64).T))
         more = [self.sharded.kinds[self.sharded.numbers[leaf]].image for leaf in self.wholes]
         more += [image.kind for image in self.images]
         kind_of: Numbers = np.empty(len(place), np.int64)
         kind_of[place] = np.append(image_kinds, kinds.images.numbers(map(self._stored, more)))
-        columns = [TensorRows(plain.leaves, leaf_kinds, place[:count], np.zeros(count, np.int64))]
-        if rows:
-            columns.append(TensorRows(*np.array(rows, np.int64).T))
-        found = outline(self.flat.tree, len(self.flat.leaves), others, *columns)
-        return kinds.record((found,), kind_of, **fields)
+        outline = found.build(self.flat.tree, len(self.flat.leaves))
+        return kinds.record((outline,), kind_of, **fields)
 
     def _stored(self, kind: ImageKind) -> ImageKind:
         """The kind of an image in the record: at rest its boxes are not known yet."""

@@ -3,7 +3,7 @@ and the trees of several outlines as one, from which a load or a receive chooses
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -26,35 +26,45 @@ class TensorRows(NamedTuple):
     offsets: Numbers
 
 
-def outline(
-    tree: m.Node, leaves: int, others: Mapping[int, m.Leaf], *rows: TensorRows
-) -> StateOutline:
-    """The outline of a state with this number of leaves: tensors in `rows`, in any order, and
-    `others`."""
-    columns = rows[0] if len(rows) == 1 else map(np.concatenate, zip(*rows, strict=True))
-    found: list[Numbers] = list(columns)
-    if (found[0][1:] < found[0][:-1]).any():
-        order = np.argsort(found[0], kind="stable")
-        found = [column[order] for column in found]
-    _, kinds, images, offsets = found
-    at = sorted(others)
-    return StateOutline(
-        tree,
-        leaves,
-        tuple([others[leaf] for leaf in at]),
-        column_of(np.array(at, np.int64)),
-        column_of(kinds),
-        None if (images == np.arange(len(images))).all() else images,
-        column_of(offsets),
-    )
+class OutlineBuilder:
+    """The leaves of a state as they are found, in any order; `build` makes the outline of them."""
+
+    def __init__(self) -> None:
+        none: Numbers = np.zeros(0, np.int64)
+        self._rows = [TensorRows(none, none, none, none)]
+        self._others: dict[int, m.Leaf] = {}
+
+    def add_rows(self, rows: TensorRows) -> None:
+        """Add tensors that are rows."""
+        self._rows.append(rows)
+
+    def add(self, leaf: int, found: m.Leaf) -> None:
+        """Add a leaf that is no row."""
+        self._others[leaf] = found
+
+    def build(self, tree: m.Node, leaves: int) -> StateOutline:
+        """The outline of a state with this number of leaves, each of which was added once."""
+        columns = [np.concatenate(some) for some in zip(*self._rows, strict=True)]
+        if (columns[0][1:] < columns[0][:-1]).any():
+            order = np.argsort(columns[0], kind="stable")
+            columns = [column[order] for column in columns]
+        rows, at = TensorRows(*columns), sorted(self._others)
+        return StateOutline(
+            tree,
+            leaves,
+            tuple([self._others[leaf] for leaf in at]),
+            column_of(np.array(at, np.int64)),
+            column_of(rows.kinds),
+            None if (rows.images == np.arange(len(rows.images))).all() else rows.images,
+            column_of(rows.offsets),
+        )
 
 
 def in_rows(tree: m.Node, leaves: Sequence[m.Leaf], images: Sequence[ImageKind]) -> Record:
     """A record without volumes. Tensors that are all of an image, as that is laid out, are rows.
     Images have at most one box."""
-    kinds = KindTable()
+    kinds, found = KindTable(), OutlineBuilder()
     rows: list[tuple[int, int, int, int]] = []
-    others: dict[int, m.Leaf] = {}
     for index, leaf in enumerate(leaves):
         if (
             isinstance(leaf, m.TensorLeaf)
@@ -67,10 +77,10 @@ def in_rows(tree: m.Node, leaves: Sequence[m.Leaf], images: Sequence[ImageKind])
             kind = kinds.leaves.number(LeafKind(leaf.dtype, leaf.shape, None, leaf.flags))
             rows.append((index, kind, leaf.storage, 0))
         else:
-            others[index] = leaf
+            found.add(index, leaf)
+    found.add_rows(TensorRows(*np.array(rows, np.int64).reshape(-1, 4).T))
     kind_of = kinds.images.numbers(images)
-    columns = TensorRows(*np.array(rows, np.int64).reshape(-1, 4).T)
-    return kinds.record((outline(tree, len(leaves), others, columns),), kind_of)
+    return kinds.record((found.build(tree, len(leaves)),), kind_of)
 
 
 def laid_over(trees: Sequence[tuple[m.Node, int]]) -> m.Node:

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import ctypes
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from itertools import islice
 from math import prod
@@ -21,6 +21,7 @@ import torch
 
 from torchrelay.geometry.runs import Copy, Runs
 from torchrelay.geometry.strides import contiguous_strides, linear_boxes
+from torchrelay.plan.pieces import NO_PIECES, Pieces
 from torchrelay.state.tensors import byte_offset, copy_all, raw
 
 
@@ -159,15 +160,19 @@ class Stream:
     """
 
     host: Runs
-    regions: list[tuple[int, Region]]  # all that is neither in `host` nor `far`
+    regions: list[tuple[int, Region]]  # all that is neither in `host` nor in `on_device`
     nbytes: int
-    device: Runs = field(default_factory=lambda: Runs([], [], []))  # tensors on GPUs, by address
-    far: Callable[[], Iterable[tuple[int, torch.Tensor]]] = tuple  # the same, with positions
+    on_device: Pieces = NO_PIECES  # runs of memory of devices
+
+    @cached_property
+    def device(self) -> Runs:
+        """What is in runs of memory of devices, by address."""
+        return self.on_device.runs
 
     @cached_property
     def elsewhere(self) -> list[tuple[int, Region]]:
         """Regions without an address on this host, in the order of the stream."""
-        found = [(at, Region.row_major(tensor)) for at, tensor in self.far()]
+        found = [(at, Region.row_major(tensor)) for at, tensor in self.on_device.tensors()]
         return sorted([*self.regions, *found], key=itemgetter(0))
 
     @cached_property
@@ -183,13 +188,20 @@ class Stream:
         return list(zip(highs[open_].tolist(), lows[open_].tolist(), strict=True))
 
     @classmethod
-    def of(cls, placed: Iterable[tuple[int, Region]], nbytes: int, *more: Runs) -> Stream:
-        """A stream of regions, each with its position, and of `more` host memory. The caller keeps
-        their memory alive."""
-        pieces = list(placed)
-        host = [(at, region.address, region.nbytes) for at, region in pieces if region.address]
-        runs = Runs.merged(Runs.of(host), *more)
-        return cls(runs, [piece for piece in pieces if not piece[1].address], nbytes)
+    def of(
+        cls,
+        placed: Iterable[tuple[int, Region]],
+        nbytes: int,
+        *more: Runs,
+        pieces: Pieces = NO_PIECES,
+    ) -> Stream:
+        """A stream of regions, each with its position, of `more` host memory, and of `pieces`. The
+        caller keeps the memory on the host alive."""
+        regions = list(placed)
+        host = [(at, region.address, region.nbytes) for at, region in regions if region.address]
+        runs = Runs.merged(Runs.of(host), pieces.some(pieces.on_host).runs, *more)
+        others = [one for one in regions if not one[1].address]
+        return cls(runs, others, nbytes, pieces.some(~pieces.on_host))
 
     @property
     def on_host(self) -> bool:

@@ -6,10 +6,8 @@ It is borrowed: valid while the caller keeps the tensors alive and unchanged.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
-from functools import cached_property, partial
+from functools import cached_property
 from operator import itemgetter
-from typing import Any
 
 import numpy as np
 import torch
@@ -17,14 +15,14 @@ import torch
 from torchrelay.errors import StateError
 from torchrelay.geometry.boxes import Numbers, run_of
 from torchrelay.geometry.chunks import MIB, Chunks
-from torchrelay.geometry.runs import Column, Copy, Runs
+from torchrelay.geometry.runs import Copy, Runs
 from torchrelay.pause import gc_paused
 from torchrelay.plan.description import Description, Indices
+from torchrelay.plan.pieces import Pieces
 from torchrelay.plan.region import Region, Stream
 from torchrelay.plan.state_plan import StatePlan
 from torchrelay.record.encoding import encode
 from torchrelay.record.rank_reads import Reads
-from torchrelay.record.rows import Marks
 from torchrelay.state.checkpointable import with_boxes
 from torchrelay.state.local_parts import cut
 from torchrelay.state.objects import flatten_objects
@@ -91,15 +89,20 @@ class Snapshot(Sendable):
     def _memory(self) -> Stream:
         """The bytes, as they lie in memory now."""
         plain, starts = self._found.plain, self.chunks.places[self._place]
-        columns = (starts[: len(plain)], plain.addresses, plain.nbytes)
-        host = Runs(*(column[plain.on_host] for column in columns))
-        device = Runs(*(column[~plain.on_host] for column in columns))
-        placed = zip(starts[len(plain) :].tolist(), self._found.images, strict=True)
+        count = len(plain)
+        pieces = Pieces(
+            starts[:count],
+            plain.addresses,
+            plain.nbytes,
+            plain.gpus,
+            self._place[:count],
+            np.arange(count),
+            self._plain,
+        ).in_order()
+        placed = zip(starts[count:].tolist(), self._found.images, strict=True)
         regions = [(at, image.region) for at, image in placed if image.region.nbytes]
-        stream = Stream.of(sorted(regions, key=itemgetter(0)), self.chunks.stream_bytes, host)
-        stream.device = device
-        stream.far = partial(_far, columns[0], ~plain.on_host, self._plain)  # must not keep `self`
-        return stream
+        regions.sort(key=itemgetter(0))
+        return Stream.of(regions, self.chunks.stream_bytes, pieces=pieces)
 
     @cached_property
     def addresses(self) -> Numbers:
@@ -183,11 +186,6 @@ class SnapshotPart(Sendable):
 
     def changed(self) -> str | None:
         return self._snapshot.changed()
-
-
-def _far(places: Column, marks: Marks, tensors: Sequence[Any]) -> list[tuple[int, torch.Tensor]]:
-    """The tensors that are marked, with their places."""
-    return [(int(places[row]), tensors[row]) for row in np.flatnonzero(marks).tolist()]
 
 
 def capture(

@@ -15,7 +15,7 @@ import numpy as np
 
 from torchrelay.errors import MismatchError
 from torchrelay.geometry.boxes import Box, Comparisons, Numbers
-from torchrelay.planning.rank_share import RankShare
+from torchrelay.planning.catalog import Share
 from torchrelay.planning.reads import SCATTERED, BoxReads, Overlap, ReadTable, equal_rows
 from torchrelay.planning.union import Union
 from torchrelay.record.rank_reads import Reads
@@ -67,7 +67,7 @@ class GatherReads:
     """
 
     def __init__(
-        self, union: Union, share: RankShare, only: Numbers, lost: Collection[int] = ()
+        self, union: Union, share: Share, only: Numbers, lost: Collection[int] = ()
     ) -> None:
         self._share, self._union, self._lost = share, union, list(lost)
         self._comparisons = Comparisons()

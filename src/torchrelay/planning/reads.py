@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from torchrelay.geometry.boxes import Box, Numbers, run_of, shared, within
-from torchrelay.planning.rank_share import RankShare
+from torchrelay.planning.catalog import Share
 from torchrelay.record.dtypes import itemsize
 from torchrelay.record.schema import ImageKind, Record, runs
 
@@ -98,7 +98,7 @@ class ReadTable:
         return BoxReads(boxes, share, nbytes, start, at, cut, self._cuts)
 
 
-def stored_reads(record: Record, share: RankShare) -> BoxReads:
+def stored_reads(record: Record, share: Share) -> BoxReads:
     """The reads of a step at rest that fill all images of a share of it, in their order."""
     table, wanted = ReadTable(), share.record
     kinds = record.image_kind[share.sources], wanted.image_kind

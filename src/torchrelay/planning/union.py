@@ -17,8 +17,8 @@ from msgspec.structs import replace
 from torchrelay.errors import MismatchError
 from torchrelay.geometry.boxes import Box, Numbers
 from torchrelay.geometry.numbered import Numbered
-from torchrelay.plan.outline import TensorRows, outline
-from torchrelay.planning.share_leaves import NONE, whole_kinds
+from torchrelay.plan.outline import OutlineBuilder, TensorRows
+from torchrelay.planning.offered_leaves import NONE, whole_kinds
 from torchrelay.record import manifest as m
 from torchrelay.record.kinds import KindTable
 from torchrelay.record.rows import LeafRows, Marks
@@ -259,9 +259,11 @@ class Union:
         tensors = self._tensor_of[home.shift + rows.leaves]
         images = np.where(tensors >= 0, self.joined.images + tensors, home.image + rows.images)
         kind_of = whole_kinds(rows.record, kinds)[rows.kinds]
-        others = {leaf: self._moved(home, leaf, found) for leaf, found in rows.others.items()}
-        columns = TensorRows(rows.leaves, kind_of, images, rows.offsets)
-        return outline(rows.tree, len(rows), others, columns)
+        found = OutlineBuilder()
+        found.add_rows(TensorRows(rows.leaves, kind_of, images, rows.offsets))
+        for leaf, other in rows.others.items():
+            found.add(leaf, self._moved(home, leaf, other))
+        return found.build(rows.tree, len(rows))
 
     def _moved(self, home: Home, leaf: int, found: m.Leaf) -> m.Leaf:
         """A leaf that is not a row, over the images of the union."""

@@ -23,13 +23,12 @@ from torchrelay.errors import (
     TornStateError,
     TransferTimeoutError,
 )
-from torchrelay.landing.commit.ending import TORN
-from torchrelay.landing.places import Landed
+from torchrelay.landing.commit.landing import TORN, Landed
 from torchrelay.memory.gpu.side import settle
 from torchrelay.memory.thread_pool import run_on_threads
 from torchrelay.memory.uninterrupted import hurried, uninterrupted
 from torchrelay.record.rank_reads import encode_reads
-from torchrelay.resharding.plan import GatherPlan, PartLanding
+from torchrelay.resharding.plan import GatherPlan, PartReads
 from torchrelay.results import Loaded, Outcome
 from torchrelay.transports.protocol.options import ReceiveOptions, TransferCall
 from torchrelay.transports.protocol.receiver import SourceRank, last_message, report_of
@@ -198,12 +197,12 @@ class Gather:
         asked = {rank for rank, source in self._sources.items() if not source.choices}
         self._each(asked.union(plan.parts), take)
 
-    def _take(self, rank: int, part: PartLanding, progress: Callable[[int, int], None]) -> None:
+    def _take(self, rank: int, part: PartReads, progress: Callable[[int, int], None]) -> None:
         """Fetch the reads of one source."""
         source = self._sources[rank]
         source.talk.watch.phase, source.confirmed = "data", False
         try:
-            source.accept(part, progress, encode_reads(part.asked))()
+            source.accept(part.target, progress, encode_reads(part.asked))()
         finally:
             source.stop()
 

@@ -7,9 +7,8 @@ any landing. When all parts have arrived and hold, `commit` makes them the state
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
-from functools import partial
 
 import numpy as np
 import torch
@@ -17,19 +16,17 @@ import torch
 from torchrelay.errors import MismatchError
 from torchrelay.geometry.boxes import Numbers
 from torchrelay.geometry.chunks import MAX_CHUNK_BYTES, chunk_size, stream_bytes
-from torchrelay.geometry.runs import Column, Runs
 from torchrelay.geometry.strides import contiguous_strides
-from torchrelay.landing.commit.ending import StateLanding
-from torchrelay.landing.held import HeldImages
+from torchrelay.landing.commit.landing import Landed, Landing
+from torchrelay.landing.land import land
 from torchrelay.landing.options import LandingOptions
-from torchrelay.landing.places import Landed, Landing
-from torchrelay.landing.seam import land_share
 from torchrelay.landing.workspace import Workspace
 from torchrelay.pause import gc_paused
-from torchrelay.plan.region import Stream, copy_boxes
+from torchrelay.plan.pieces import HOST, Pieces
+from torchrelay.plan.region import copy_boxes
+from torchrelay.planning.box_catalog import BoxCatalog
 from torchrelay.planning.holder_reads import GatherReads, RankReads
-from torchrelay.planning.rank_share import RankShare
-from torchrelay.planning.reads import SCATTERED, BoxReads, ReadTable
+from torchrelay.planning.reads import SCATTERED, ReadTable
 from torchrelay.planning.union import Union
 from torchrelay.record.dtypes import itemsize
 from torchrelay.record.rank_reads import Reads
@@ -67,28 +64,27 @@ class GatherPlan:
         self._records, self._into = records, into
         self._workspace, self._chunk_bytes = workspace or Workspace(), chunk_bytes
         self._union = Union(records)
-        self._share = RankShare(self._union.rows)
-        self._landing = land_share(self._share, into, self._options, self._workspace)
+        self._landing = land(BoxCatalog(self._union.rows), into, self._options, self._workspace)
         self._lost: set[int] = set()
-        self._all: list[PartLanding] = []
+        self._all: list[PartReads] = []
         self.parts = self._asked()
 
-    def part_of(self, rank: int) -> PartLanding:
+    def part_of(self, rank: int) -> PartReads:
         """The part of a rank; an empty one if nothing is read of it."""
         no: Numbers = np.zeros(0, np.int64)
         return self.parts.get(rank) or self._part(rank, RankReads(no, ReadTable().reads()))
 
-    def _part(self, rank: int, reads: RankReads) -> PartLanding:
+    def _part(self, rank: int, reads: RankReads) -> PartReads:
         size = self._chunk_bytes or chunk_size(stream_bytes(reads.filling.nbytes), 1)
         size = min(size, MAX_CHUNK_BYTES)
-        return PartLanding(rank, self._records[rank], reads, self._landing, self._workspace, size)
+        return PartReads(rank, self._records[rank], reads, self._landing, self._workspace, size)
 
-    def _asked(self, only: Numbers | None = None) -> dict[int, PartLanding]:
+    def _asked(self, only: Numbers | None = None) -> dict[int, PartReads]:
         ranks = self._union.joined.ranks
         lost = [ranks.index(rank) for rank in self._lost]
         if only is None:  # images that the landing has no use for are not read
-            only = np.flatnonzero(self._landing.held.marks)
-        found = GatherReads(self._union, self._share, only, lost)
+            only = np.flatnonzero(self._landing.memory.marks)
+        found = GatherReads(self._union, self._landing.share, only, lost)
         known = {one for part in self._all for one in part.reads.filled()} if self._lost else set()
         parts = {}
         for place, reads in found.by_rank.items():
@@ -139,16 +135,14 @@ class GatherPlan:
         """All parts have arrived and hold: make them the state."""
         for part in self._all:
             part.put_boxes()
-        for first, second, path in self._share.twins:
-            if not self._landing.are_equal(first, second):
-                raise MismatchError(
-                    "tied to another tensor here, and another value is offered for it", path=path
-                )
+        self._landing.check_equal(
+            lambda one: "tied to another tensor here, and another value is offered for it"
+        )
         return self._landing.commit()
 
 
-class PartLanding(Landing):
-    """The reads of one rank, and where they go: for a transport, a landing like any other.
+class PartReads:
+    """The reads of one rank, and the `target` that they fill.
 
     The rank is asked for `asked`; the chunks are those of the reads' own stream.
     """
@@ -158,28 +152,33 @@ class PartLanding(Landing):
         rank: int,
         record: Record,
         reads: RankReads,
-        landing: StateLanding,
+        landing: Landing,
         workspace: Workspace,
         chunk_bytes: int,
     ) -> None:
-        self.rank, self.reads = rank, reads
-        self._landing, held = landing, landing.held
-        self._copy = partial(workspace.copy, alone=False)
+        self.rank, self.reads, self._landing = rank, reads, landing
         self.asked: Reads = reads.asked(chunk_bytes)
-        self.chunks = self.asked.layout(record)
-        filling = reads.filling
+        self.chunks = chunks = self.asked.layout(record)
+        filling, memory = reads.filling, landing.memory
         scattered = filling.at == SCATTERED
-        addresses = held.addresses(filling.share) + np.maximum(filling.at, 0).astype(np.uint64)
+        addresses = memory.address[filling.share] + np.maximum(filling.at, 0).astype(np.uint64)
+        devices, keep = memory.device[filling.share], memory.keep[filling.share]
         # Elements that do not lie together where they go wait in memory of their own.
-        padded = self.chunks.padded[scattered]
+        padded = chunks.padded[scattered]
         self._waiting = workspace.stage(int(padded.sum()))
         self._waits_at = np.cumsum(padded) - padded
         addresses[scattered] = np.uint64(self._waiting.data_ptr()) + self._waits_at
-        columns = (self.chunks.places, addresses, filling.nbytes.astype(np.uint64))
-        far = held.on_device(filling.share) & ~scattered
-        host, device = (Runs(*(column[some] for column in columns)) for some in (~far, far))
-        memory = partial(_far_memory, held, filling.some(far), self.chunks.places[far])
-        self.places = Stream(host, [], self.chunks.stream_bytes, device, memory)
+        devices[scattered], keep[scattered] = HOST, len(memory.memory)
+        pieces = Pieces(
+            at=chunks.places,
+            address=addresses,
+            nbytes=filling.nbytes.astype(np.uint64),
+            device=devices,
+            image=filling.share,
+            keep=keep,
+            memory=[*memory.memory, self._waiting],
+        )
+        self.target = landing.target(chunks, pieces)
 
     def put_boxes(self) -> None:
         """Put the elements that waited in their places."""
@@ -188,17 +187,8 @@ class PartLanding(Landing):
         for read, at in zip(waiting.tolist(), self._waits_at.tolist(), strict=True):
             image, (_, _, to) = int(filling.share[read]), filling.cuts[int(filling.cut[read])]
             kind = self._landing.record.kind_of_image(image)
-            place = cut(self._landing.held.elements(image, kind), *to)
+            place = cut(self._landing.memory.elements(image, kind), *to)
             storage, size = self._waiting.untyped_storage(), itemsize(kind.dtype)
             source = t.raw(storage, at, size, to[1], contiguous_strides(to[1]))
             pairs.append((t.raw_of(place), source))
         copy_boxes(pairs)
-
-
-def _far_memory(
-    held: HeldImages, reads: BoxReads, places: Column
-) -> Iterator[tuple[int, torch.Tensor]]:
-    """Memory of devices that reads go to, with their positions in the stream of the reads."""
-    columns = (places, reads.share, reads.at, reads.nbytes)
-    for place, image, at, nbytes in zip(*(column.tolist() for column in columns), strict=True):
-        yield place, held.bytes(image)[at : at + nbytes]

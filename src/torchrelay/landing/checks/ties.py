@@ -19,7 +19,7 @@ from torchrelay.geometry.chunks import Chunks
 from torchrelay.geometry.runs import reaching
 from torchrelay.geometry.strides import contiguous_strides, extent, overlapping, packed
 from torchrelay.landing.checks.fit import ArrayFit, Fit, Found
-from torchrelay.landing.straight import Straight
+from torchrelay.plan.pieces import Pieces
 from torchrelay.state import tensors as t
 from torchrelay.state.objects import OwnWrite
 from torchrelay.state.paths import Path
@@ -65,7 +65,7 @@ class _Claimed(NamedTuple):
 
 
 def check_ties(
-    plain: Straight,
+    plain: Pieces,
     fits: Sequence[Found],
     writes: Sequence[tuple[Path, OwnWrite]],
     chunks: Chunks,
@@ -76,7 +76,7 @@ def check_ties(
     `plain` has those that are one run of memory; two of them share some only if they are one
     leaf, whose path is asked for. `writes` are made by the objects at these paths.
     """
-    if not fits and not writes and np.bincount(plain.leaf, minlength=1).max() < 2:
+    if not fits and not writes and np.bincount(plain.keep, minlength=1).max() < 2:
         return
     claimed = [
         _Claimed(_claim(pair, chunks), path, _space(pair.destination)) for pair, path, _ in fits
@@ -103,11 +103,11 @@ def check_ties(
         for group in overlapping(spans):
             members = []
             for at in meeting[group].tolist():
-                if at < len(rows.leaf):
-                    path = path_of(int(rows.leaf[at]))
+                if at < len(rows):
+                    path = path_of(int(rows.keep[at]))
                     members.append(_Claimed(_plain_claim(rows, at), path, space=None))
                 else:
-                    members.append(some[at - len(rows.leaf)])
+                    members.append(some[at - len(rows)])
             _check(members)
 
 
@@ -145,7 +145,7 @@ def _own_claims(writes: Iterable[tuple[Path, OwnWrite]], end: int) -> Iterator[_
         yield _Claimed(claim, (*path, write.parameter), _space(memory))
 
 
-def _plain_claim(rows: Straight, row: int) -> _Claim:
+def _plain_claim(rows: Pieces, row: int) -> _Claim:
     address, nbytes, at = (int(column[row]) for column in (rows.address, rows.nbytes, rows.at))
     return _Claim(address, (nbytes,), (1,), at, (1,), flags=0)
 

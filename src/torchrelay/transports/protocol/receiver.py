@@ -24,12 +24,12 @@ from torchrelay.errors import (
     TransferTimeoutError,
     UnsupportedLeafError,
 )
-from torchrelay.landing.commit.ending import TORN, StateLanding
-from torchrelay.landing.pairing import PreparedDestination
-from torchrelay.landing.places import Landed, named
-from torchrelay.landing.seam import Landing, land
+from torchrelay.landing.commit.landing import TORN, Landed, Landing
+from torchrelay.landing.land import land
+from torchrelay.landing.read_target import ReadTarget, named
 from torchrelay.memory.gpu.side import settle
 from torchrelay.memory.uninterrupted import uninterrupted
+from torchrelay.planning.destination import Destination
 from torchrelay.record.encoding import decode
 from torchrelay.record.schema import Record
 from torchrelay.results import Loaded, Outcome, Report, Traffic
@@ -109,10 +109,10 @@ class SourceRank:
             raise self.talk.late("offer in time")
 
     def accept(
-        self, landing: Landing, progress: Callable[[int, int], None], reads: bytes | None = None
+        self, target: ReadTarget, progress: Callable[[int, int], None], reads: bytes | None = None
     ) -> Callable[[], None]:
         """Take the offer, or these reads of it, by the fastest route; returns the call that brings
-        the bytes to the landing."""
+        the bytes to the target."""
         incoming = Incoming(
             self.talk,
             self.offer,
@@ -120,12 +120,12 @@ class SourceRank:
             self._member,
             self._options.connections,
             progress,
-            landing,
-            partial(named, self.record, landing.chunks) if reads is None else None,
+            target,
+            partial(named, self.record, target.chunks) if reads is None else None,
         )
         route, fetch, instead = choice = self._choose(incoming)
         self.choices.append(choice)
-        self.nbytes += landing.chunks.nbytes
+        self.nbytes += target.chunks.nbytes
         self.talk.send(m.Accept(route.name, fetch.answer, instead, reads))
         fetch.get_ready()
         begins = route.in_offer and reads is None
@@ -147,7 +147,7 @@ class SourceRank:
         self._member.node.committed.note(self.talk.process, self.offer.transfer)
 
     def stop(self) -> None:
-        """Nothing is written to a landing after this."""
+        """Nothing is written to a target after this."""
         for choice in self.choices:
             choice.fetch.close()
 
@@ -193,7 +193,7 @@ class Receiving:
     ) -> None:
         self._member, self._sender, self._options = member, sender, options
         self._call, self._watch = call, call.watch
-        self._landing: StateLanding | None = None
+        self._landing: Landing | None = None
 
     def run(self) -> Loaded:
         with self._watch("call"):
@@ -225,7 +225,7 @@ class Receiving:
             source.offer = talk.expect(m.Offer)
         with self._watch("join"):
             landing = self._landing = self._fit(source, into)
-            bring = source.accept(landing, self._call.progress)
+            bring = source.accept(landing.target(), self._call.progress)
         with self._watch("data"):
             bring()
             talk.send(m.Fetched())
@@ -240,11 +240,11 @@ class Receiving:
             source.choices[0].fetch.finish()
         return landed
 
-    def _fit(self, source: SourceRank, into: object) -> StateLanding:
+    def _fit(self, source: SourceRank, into: object) -> Landing:
         """Compare the offer with the destination; everything that can be refused is refused."""
         return land(source.record, into, self._options.landing, self._member.workspace)
 
-    def _commit(self, landing: StateLanding, source: SourceRank) -> Landed:
+    def _commit(self, landing: Landing, source: SourceRank) -> Landed:
         landed = landing.end()
         settle()
         source.note_commit()
@@ -256,6 +256,6 @@ def _prepared(into: object) -> object:
     if into is None:
         return None
     try:
-        return PreparedDestination(into)
+        return Destination(into)
     except Exception:
         return into  # raised again when a state is offered for it, so that the sender hears of it

@@ -119,7 +119,7 @@ def _fetch(facts: bytes, incoming: r.Incoming) -> CudaFetch | r.Unavailable:
     found = reach(read_facts(facts), incoming)
     if isinstance(found, r.Unavailable):
         return found
-    if not incoming.landing.on_device:
+    if not incoming.target.on_device:
         return r.Unavailable("the destination is in host memory")
     return CudaFetch(incoming, found)
 

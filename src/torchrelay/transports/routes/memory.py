@@ -140,7 +140,7 @@ class MemoryFetch(ReadingFetch):
     def __init__(self, incoming: r.Incoming, reachable: Reachable) -> None:
         super().__init__(incoming, verify=reachable.facts.verify)
         self._facts, self._reads = reachable
-        self._places = self.landing.places
+        self._places = self.target.places
         self._rings = incoming.member.resources.of(MappedRings)
         self._open = ExitStack()  # memory of the sender that is used by this transfer
         self._ring: MappedRing | None = None
@@ -191,8 +191,7 @@ class MemoryFetch(ReadingFetch):
         return self._on(ChunkPath.DIRECT, ChunkPath.BUFFERED, ChunkPath.RINGED)
 
     def _begin(self) -> None:
-        if self.landing.live:
-            self.landing.torn = True
+        self.target.begin()
         if self._verify:  # each chunk is hashed when it has been read
             _clear(self._of(self._places.host, self._on(ChunkPath.DIRECT)).without(self._sources))
             self._read_chunks(list(range(len(self._chunks))))

@@ -38,7 +38,7 @@ class ReadingFetch(RouteFetch):
 
     def __init__(self, incoming: Incoming, *, verify: bool) -> None:
         self._incoming, self._talk = incoming, incoming.conversation
-        self.landing, self._chunks = incoming.landing, incoming.landing.chunks
+        self.target, self._chunks = incoming.target, incoming.target.chunks
         self._progress = FetchProgress(incoming)
         self._verify = self.verified = verify
         self._cells = incoming.offer.cells
@@ -113,7 +113,7 @@ class ReadingFetch(RouteFetch):
         if self._verify and not later:
             self._mine[chunk] = digest_of(data, cells=self._cells)
         with on_side_stream():
-            self.landing.write(chunk, data)
+            self.target.write(chunk, data)
         if later:
             self._mine |= self._on_gpu.digests([chunk])
 

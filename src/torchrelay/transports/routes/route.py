@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 from torchrelay.errors import DigestError
 from torchrelay.geometry.runs import Runs
-from torchrelay.landing.seam import Landing
+from torchrelay.landing.read_target import ReadTarget
 from torchrelay.memory.gpu.device_chunks import DeviceChunks
 from torchrelay.memory.gpu.side import in_use
 from torchrelay.transports.meeting.conversation import Conversation
@@ -129,7 +129,7 @@ class Incoming:
     member: Member  # the receiver
     connections: int
     progress: Callable[[int, int], None]
-    landing: Landing
+    target: ReadTarget
     named: Callable[[int, int], str] | None = None  # the tensors of bytes, if it is all of a state
 
     @property
@@ -140,14 +140,14 @@ class Incoming:
     @property
     def pins(self) -> bool:
         """Whether buffers are pinned: chunks are copied from them to a GPU."""
-        return self.landing.on_device and in_use()
+        return self.target.on_device and in_use()
 
     def on_gpu(self) -> DeviceChunks:
         """The chunks that a GPU can hash where they land."""
-        chunks = self.landing.chunks
+        chunks = self.target.chunks
         if not (self.offer.cells and in_use()):
             return DeviceChunks(chunks, Runs([], [], []))
-        return DeviceChunks(chunks, self.landing.places.device)
+        return DeviceChunks(chunks, self.target.places.device)
 
 
 class RouteFetch:
@@ -178,7 +178,7 @@ class FetchProgress:
     again."""
 
     def __init__(self, incoming: Incoming) -> None:
-        self._incoming, self._chunks = incoming, incoming.landing.chunks
+        self._incoming, self._chunks = incoming, incoming.target.chunks
         self._done = 0
         self._tries: dict[int, int] = {}
         self._note()

@@ -178,7 +178,7 @@ class _ChunkTransfer:
     def __init__(self, incoming: r.Incoming, go: TcpGo) -> None:
         self._incoming, self._go, self._talk = incoming, go, incoming.conversation
         self._chunks = ChunkReceiver(
-            incoming.landing,
+            incoming.target,
             incoming.on_gpu(),
             partial(incoming.member.buffer, pinned=incoming.pins),
             self._talk.inbox.put,
@@ -188,7 +188,7 @@ class _ChunkTransfer:
         )
         self._progress = r.FetchProgress(incoming)
         self._patience = incoming.offer.patience
-        self._expected = len(incoming.landing.chunks)  # chunks that have yet to arrive
+        self._expected = len(incoming.target.chunks)  # chunks that have yet to arrive
         self._feeds: list[Feed] = []  # all that there were
         self._upstream: Feed | None = None  # that is not the sender
         self._from_sender: Feed | None = None
@@ -233,7 +233,7 @@ class _ChunkTransfer:
         if isinstance(event, ChunkArrived):
             self._arrived(event)
         elif isinstance(event, ChunkDamaged):
-            self.wire_bytes += self._incoming.landing.chunks.sizes[event.index]
+            self.wire_bytes += self._incoming.target.chunks.sizes[event.index]
             self._progress.retry(event.index)
             self._need([event.index])
         elif isinstance(event, FeedLost):

@@ -1,7 +1,7 @@
 """Chunks from one process, over data connections, to where they belong.
 
 A chunk whose place is one run of host memory is received there and hashed on the way. Any other is
-received in a buffer and handed to the landing. Nothing is written after `close`.
+received in a buffer and written to the target. Nothing is written after `close`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch
 
 from torchrelay.deadlines import wait_until_set
 from torchrelay.errors import ResourceError
-from torchrelay.landing.seam import Landing
+from torchrelay.landing.read_target import ReadTarget
 from torchrelay.memory import threads
 from torchrelay.memory.gpu.device_chunks import DeviceChunks
 from torchrelay.memory.gpu.kernels import digest_of
@@ -61,7 +61,7 @@ class ChunkReceiver:
 
     def __init__(
         self,
-        landing: Landing,
+        target: ReadTarget,
         on_gpu: DeviceChunks,
         buffer: Callable[[int], torch.Tensor],
         report: Callable[[object], None],
@@ -70,13 +70,13 @@ class ChunkReceiver:
         cells: bool,
         keep: int = 0,
     ) -> None:
-        self._landing, self._on_gpu = landing, on_gpu
+        self._target, self._on_gpu = target, on_gpu
         self._verify, self._cells = verify, cells
-        self._host = landing.places.host
+        self._host = target.places.host
         self._buffer, self.report = buffer, report
         self._room = threading.Semaphore(keep) if keep else None
         # Chunks that have not come, and that no connection is at. Each use is one call.
-        self.missing = set(range(len(landing.chunks)))
+        self.missing = set(range(len(target.chunks)))
         self._over = False
 
     def take(self, sock: DataSocket, index: int) -> None:
@@ -103,11 +103,11 @@ class ChunkReceiver:
 
     def _memory(self, index: int) -> tuple[torch.Tensor, bool]:
         """Where a chunk goes; and whether that is a buffer."""
-        chunks = self._landing.chunks
+        chunks = self._target.chunks
         begin, size = chunks.offsets[index], chunks.sizes[index]
         address = self._host.whole(begin, begin + size)
         if address is not None:
-            self._landing.torn = self._landing.torn or self._landing.live
+            self._target.begin()
             return at_address(address, size), False
         if self._room is not None:
             while not self._room.acquire(timeout=0.1):
@@ -124,7 +124,7 @@ class ChunkReceiver:
             made = digest_of(data, cells=self._cells)
         if buffered and (on_gpu or not self._verify or made == sent):
             with on_side_stream():
-                self._landing.write(index, data)
+                self._target.write(index, data)
         if self._verify and on_gpu:
             made = self._on_gpu.digests([index])[index]
         return not self._verify or made == sent

@@ -15,7 +15,7 @@ import torch
 from torchrelay.errors import MismatchError, UnsupportedLeafError, UsageError
 from torchrelay.geometry.boxes import Box, Comparisons, around, shared, within
 from torchrelay.memory.writable import READ_ONLY, ReadOnlyMemory
-from torchrelay.planning.rank_share import PARTIAL
+from torchrelay.planning.box_catalog import PARTIAL
 from torchrelay.state import tensors as t
 from torchrelay.state.backing import missing_memory
 from torchrelay.state.boxed import BoxedTensor

@@ -1,14 +1,16 @@
-"""The results of a landing: memory to write to while bytes come, and the state in the end."""
+"""The memory that the bytes of one holder go to: for a transport, all there is to know of a
+landing."""
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from dataclasses import dataclass
 
 import numpy as np
 import torch
 
 from torchrelay.geometry.chunks import Chunks
 from torchrelay.geometry.runs import Copy
+from torchrelay.plan.pieces import Pieces
 from torchrelay.plan.region import Stream
 from torchrelay.record.manifest import parts
 from torchrelay.record.rows import LeafRows
@@ -19,28 +21,35 @@ from torchrelay.state.tree import show
 _NAMED = 8  # tensors in a message
 
 
-class Landed(NamedTuple):
-    """The received state, and the paths that one side alone has (with `strict=False`)."""
+@dataclass
+class Writes:
+    """Whether bytes go to the caller's own tensors as they come (`live`), and whether those have
+    been written to, but not all of them (`torn`)."""
 
-    state: object
-    missing: list[str]
-    extra: list[str]
+    live: bool = False
+    torn: bool = False
+
+    def begin(self) -> None:
+        """Called before bytes are written as they come."""
+        self.torn = self.torn or self.live
 
 
-class Landing:
-    """The side of a landing that a transport uses. Bytes come by `write`, or the transport writes
-    them to `places` itself."""
+class ReadTarget:
+    """The chunks that are read of one holder, and the pieces that they fill. Bytes come by `write`,
+    or the transport writes them to `places` itself, after it has called `begin`."""
 
-    chunks: Chunks
-    live = False  # whether bytes go to the caller's own tensors as they come
-    torn = False  # whether the caller's tensors have been written to, but not all of them
-    places: Stream  # memory that takes bytes as they are: each of them has one place at most
-    _copy: Copy  # copies to host memory, while other threads do
+    def __init__(self, chunks: Chunks, pieces: Pieces, writes: Writes, copy: Copy) -> None:
+        self.chunks, self._writes, self._copy = chunks, writes, copy
+        self.places = Stream.of((), chunks.stream_bytes, pieces=pieces)
 
     @property
     def on_device(self) -> bool:
         """Whether any of it goes to a device."""
         return bool(len(self.places.device.starts))
+
+    def begin(self) -> None:
+        """Bytes are about to be written to `places`."""
+        self._writes.begin()
 
     def write(self, index: int, data: torch.Tensor) -> None:
         """Take chunk `index`, whose bytes are in the buffer `data`, on the host or a device.
@@ -48,7 +57,7 @@ class Landing:
         Several threads may, each with another chunk.
         """
         begin = self.chunks.offsets[index]
-        self.torn = self.torn or self.live
+        self.begin()
         self.places.write(begin, begin + self.chunks.sizes[index], data, self._copy)
 
 

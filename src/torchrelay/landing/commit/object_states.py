@@ -19,7 +19,8 @@ import numpy as np
 import torch
 
 from torchrelay.errors import MismatchError, TornStateError
-from torchrelay.landing.pairing import Pairing, PreparedDestination
+from torchrelay.landing.pairing import Pairing
+from torchrelay.planning.destination import Destination
 from torchrelay.record import manifest as m
 from torchrelay.state import tensors as t
 from torchrelay.state.matching import Pair
@@ -28,7 +29,7 @@ from torchrelay.state.paths import Path
 from torchrelay.state.tree import flatten, has_records, show, slots, subtree, unflatten
 
 
-class Handover:
+class ObjectStates:
     """Of an offered `tree` to a destination.
 
     Objects take their states, whose `leaves` are by leaf offered, `before` the caller's tensors are
@@ -190,7 +191,7 @@ class _Renewal:
     """
 
     def __init__(
-        self, into: PreparedDestination, new: Mapping[int, object], touched: Collection[int]
+        self, into: Destination, new: Mapping[int, object], touched: Collection[int]
     ) -> None:
         self._leaves, self._new, self._touched = into.own, new, touched
         self._objects, tree = into.objects, into.flat.tree
