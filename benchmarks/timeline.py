@@ -18,7 +18,7 @@ from benchmarks.harness import SECONDS, Ranks
 from torchrelay import Relay
 from torchrelay.transports.meeting import node
 from torchrelay.transports.meeting.connection import Connection
-from torchrelay.transports.protocol import receiver, sender
+from torchrelay.transports.protocol import holder, receiver, sender
 from torchrelay.transports.routes import cuda_ipc, memory, reading, tcp
 from torchrelay.transports.routes.outgoing import Outgoing
 from torchrelay.transports.streams import chunk_receiver, sockets
@@ -49,9 +49,9 @@ def _trace() -> None:
         (sender.Sending, "go"),
         (sender.Sending, "confirm"),
         (sender.Sending, "_close"),
-        (receiver, "_prepared"),
+        (receiver, "_inspected"),
         (receiver.Receiving, "_fit"),
-        (receiver.SourceRank, "accept"),
+        (holder.LiveHolder, "accept"),
         (receiver.Receiving, "_commit"),
         (receiver, "uninterrupted"),
         (node.Node, "connect"),

@@ -45,7 +45,7 @@ LAYERS: list[set[str]] = [
     {"parts", "shares"},
     {"sources"},
     {"loading"},
-    {"resharding", "inspection"},
+    {"inspection"},
     {"endpoint"},
     {"relay"},
     {"keeper"},
@@ -83,7 +83,11 @@ MAY_IMPORT_FRONT_DOOR = LAYERS[-1]
 # Parts and single modules that know of no process, socket, file or thread. A module that is listed
 # here imports what is pure itself: nothing above the pure parts but other modules of this list.
 PURE = {"geometry", "record", "state", "plan", "planning", "landing"}
-PURE_MODULES = {"resharding/plan.py", "checkpointer/stop_rule.py"}
+PURE_MODULES = {
+    "checkpointer/stop_rule.py",
+    "transports/protocol/receive_plan.py",
+    "transports/protocol/receiver_machine.py",
+}
 # The files that use torch's private names: tests/state/test_torch_names.py looks at each.
 PRIVATE_NAMES = {"state/torch_private.py", "dropin/torch_private.py"}
 IMPURE = {
@@ -405,8 +409,8 @@ def test_library_has_no_import_cycle() -> None:
         ("plan/images.py", "from torch import distributed", "pure"),
         ("state/tensors.py", "import socket", "pure"),
         ("planning/holder_reads.py", "def f():\n    import threading", "pure"),
-        ("resharding/plan.py", "from torchrelay.memory.thread_pool import run_on_threads", "pure"),
-        ("resharding/plan.py", "from torchrelay.resharding.gather import Gather", "pure"),
+        ("transports/protocol/receiver_machine.py", "def f():\n    import threading", "pure"),
+        ("transports/protocol/receive_plan.py", "from .holder import LiveHolder", "pure"),
         ("relay.py", "from torch._utils import x", "private torch"),
         ("relay.py", "from torch.distributed.tensor import _api", "private torch"),
         ("relay.py", "import torch.distributed as dist\ndist._x()", "private torch"),
@@ -436,9 +440,12 @@ def test_a_violation_is_seen(file: str, source: str, expected: str) -> None:
         ("dropin/pg.py", "import pickle\nfrom torch.distributed import tensor"),
         ("cli.py", "import torchrelay as tr\nfrom torchrelay import demo\nimport torch"),
         ("relay.py", "import torch\ntorch.__version__"),
-        ("resharding/plan.py", "from torchrelay.planning.holder_reads import R\nimport torch"),
         (
-            "resharding/gather.py",
+            "transports/protocol/receive_plan.py",
+            "from torchrelay.planning.holder_reads import R\nimport torch",
+        ),
+        (
+            "transports/protocol/receiver.py",
             "from torchrelay.memory.thread_pool import run_on_threads\nimport os",
         ),
     ],

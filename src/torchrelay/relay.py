@@ -23,7 +23,6 @@ from torchrelay.memory.pool import Pool, Pooled
 from torchrelay.metrics import Measurement
 from torchrelay.owner import Owner
 from torchrelay.progress import ProgressCallback, reporter
-from torchrelay.resharding.gather import Gather
 from torchrelay.results import Loaded, Report
 from torchrelay.steps import check_step
 from torchrelay.system import needs_linux
@@ -228,25 +227,21 @@ class Relay:
             check_route(route) or self._route,
             self._connections,
             self._chunk_bytes,
+            reshard=several,
+            window=self._join_window,
         )
-        call = TransferCall(deadline, progress=reporter(progress))
-        if not several:
-            return self.receive(sources[0], options, call)
-        settle()
-        gather = Gather(self._member(), sources, options, call, self._join_window)
-        return self._received(gather, step)
+        return self.receive(sources, options, TransferCall(deadline, progress=reporter(progress)))
 
-    def receive(self, source: int, options: ReceiveOptions, call: TransferCall) -> Loaded:
-        """`recv` from one rank, with all options."""
+    def receive(
+        self, sources: Sequence[int], options: ReceiveOptions, call: TransferCall
+    ) -> Loaded:
+        """`recv`, with all options."""
         settle()  # what is written to on a GPU may still be in use by its streams
         if in_use():
             warm_up(torch.cuda.current_device())
-        return self._received(Receiving(self._member(), source, options, call), options.step)
-
-    def _received(self, receiving: Receiving | Gather, step: int | None) -> Loaded:
-        measured = Measurement("recv", step, rank=self.rank, role="receiver")
+        measured = Measurement("recv", options.step, rank=self.rank, role="receiver")
         with measured, emptied_frames():
-            loaded = receiving.run()
+            loaded = Receiving(self._member(), sources, options, call).run()
             measured.end(loaded.report)
         return loaded
 

@@ -30,8 +30,8 @@ from tests.support.ranks import Ranks, reached
 from tests.support.strangers import Flood
 from tests.support.ways import by, patched, taking
 from torchrelay.errors import PeerLostError
-from torchrelay.resharding.gather import Gather
 from torchrelay.transports.meeting.node import DataTicket, Node
+from torchrelay.transports.protocol.holder import LiveHolder
 from torchrelay.transports.routes.memory import MemoryFetch
 from torchrelay.transports.streams.chunk_receiver import ChunkReceiver
 from torchrelay.transports.streams.chunk_sender import ChunkSender
@@ -195,16 +195,16 @@ def asks_again(rank: int, group: Any) -> Any:
         }
         return attempt(lambda: relay.send(state, 2, step=NEW))
     asked: list[int] = []
-    original = Gather._take
+    original = LiveHolder.fetch
 
-    def take(self: Gather, source: int, *args: Any) -> None:
-        asked.append(source)
-        if source == 1:
+    def fetch(self: LiveHolder) -> None:
+        asked.append(self.rank)
+        if self.rank == 1:
             raise PeerLostError("gone")
-        original(self, source, *args)
+        original(self)
 
     live = {name: weights(OLD)[name] for name in ("w", "h")}
-    with patched(Gather, _take=take):
+    with patched(LiveHolder, fetch=fetch):
         got = relay.recv([0, 1], into=live, step=NEW)
     assert all(torch.equal(live[name], weights(NEW)[name]) for name in live)
     return sorted(asked), got.report.failed

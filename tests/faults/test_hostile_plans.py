@@ -23,10 +23,10 @@ from torchrelay.plan.at_rest import describe
 from torchrelay.record.checks.record import check
 from torchrelay.record.encoding import decode, encode
 from torchrelay.record.schema import VolumeRecord
-from torchrelay.resharding.plan import GatherPlan
 from torchrelay.shares import planner
 from torchrelay.shares.outlines import shape_of
 from torchrelay.shares.ownership import Details
+from torchrelay.transports.protocol.receive_plan import ReceivePlan
 
 SECONDS = 2.0  # of the processor, for any input of 2 MB
 
@@ -70,7 +70,7 @@ def test_a_live_rank_whose_boxes_have_one_hash_costs_no_more_than_others() -> No
     data = encode(rank_record(boxes, shape))
     begun = time.process_time()
     with pytest.raises(MismatchError):
-        GatherPlan({0: decode(data)})
+        ReceivePlan({0: decode(data)})
     assert time.process_time() - begun < SECONDS
 
 

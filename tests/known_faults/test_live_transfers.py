@@ -18,7 +18,6 @@ from tests.support.faults import CHUNK, Outcome, attempt, received, verdict, wei
 from tests.support.messages import altering
 from tests.support.ways import by, patched
 from torchrelay.plan.snapshot import Snapshot
-from torchrelay.resharding.gather import Gather
 from torchrelay.transports.protocol.receiver import Receiving
 from torchrelay.transports.protocol.sender import Sending
 from torchrelay.transports.wire.messages import Confirmed, Digests, Go, Offer
@@ -201,7 +200,7 @@ class Interrupt(BaseException):
     """Stands for KeyboardInterrupt, which would end the worker."""
 
 
-PLACES = ("_join", "_agreed_step", "_planned", "_bring", "_take", "_confirm", "_commit")
+PLACES = ("_meet", "_fit", "_accept", "_fetch", "_confirm", "_commit")
 
 
 def ended(rank: int, group: Any, place: str, fault: type[BaseException]) -> Any:
@@ -211,14 +210,14 @@ def ended(rank: int, group: Any, place: str, fault: type[BaseException]) -> Any:
         first = attempt(lambda: relay.send(weights(NEW), 1))
         return first, *(attempt(lambda: relay.send(weights(2), 1)).error for _ in range(2))
     live = weights(OLD)
-    original = getattr(Gather, place)
+    original = getattr(Receiving, place)
 
-    def ends(self: Gather, *args: Any) -> Any:
-        if place == "_join":
+    def ends(self: Receiving, *args: Any) -> Any:
+        if place == "_meet":
             original(self, *args)
         raise fault("here")
 
-    with patched(Gather, **{place: ends}), pytest.raises(fault):
+    with patched(Receiving, **{place: ends}), pytest.raises(fault):
         relay.recv([0], into=live)
     old = verdict(live, OLD)
     plain = relay.recv(0).state
@@ -266,12 +265,11 @@ def leaves(rank: int, group: Any, gathers: bool) -> Any:
     relay = tr.Relay(group, timeout=LONG)
     if rank == 0:
         return attempt(lambda: relay.send(weights(NEW), 1))
-    owner: Any = Gather if gathers else Receiving
 
     def slow(self: Any, *args: Any) -> Any:
         raise tr.errors.TransferTimeoutError("no time left")
 
-    with patched(owner, **{"_planned" if gathers else "_fit": slow}):
+    with patched(Receiving, _fit=slow):
         return attempt(lambda: relay.recv([0] if gathers else 0))
 
 

@@ -19,7 +19,7 @@ from tests.support.faults import CHUNK, GRACE, attempt, received, same, sent, ve
 from tests.support.ranks import RankPool, run_ranks
 from tests.support.ways import by, every_way, patched, refused_soon
 from torchrelay.memory.threads import IDLE
-from torchrelay.transports.protocol import receiver as receiver_module
+from torchrelay.transports.protocol import receive_plan
 from torchrelay.transports.protocol.sender import Sending
 from torchrelay.transports.routes import outgoing as outgoing_module
 from torchrelay.transports.routes.memory import MemoryFetch
@@ -204,7 +204,7 @@ def error_before_answer(rank: int, group: Any) -> Any:
     def broken(*args: Any, **kwargs: Any) -> Any:
         raise ZeroDivisionError("in a user's decoder")
 
-    with patched(receiver_module, land=broken), pytest.raises(ZeroDivisionError):
+    with patched(receive_plan, land=broken), pytest.raises(ZeroDivisionError):
         relay.recv(0, into=live)
     return received(relay, 0, live, OLD, 2, LONG)
 

@@ -37,7 +37,7 @@ class _Checked(NamedTuple):
     metrics: Mapping[str, float]
 
 
-class Catalog:
+class StepCatalog:
     """A store's steps, and the policy that says which of them stay."""
 
     def __init__(self, store: Store, keep: Keep) -> None:

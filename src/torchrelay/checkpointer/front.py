@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import torch
 
-from torchrelay.checkpointer.catalog import Catalog
+from torchrelay.checkpointer.catalog import StepCatalog
 from torchrelay.checkpointer.export import SHARD_BYTES, export_step
 from torchrelay.checkpointer.keep import Keep, checked_metrics, policy
 from torchrelay.checkpointer.preemption import Preemption
@@ -90,7 +90,7 @@ class Checkpointer:
             self._owner = Owner("Checkpointer")
             self._keeper = keeper
             self._store: Store = open_store(root, timeout=self._timeout)
-            self._catalog = Catalog(self._store, policy(keep))
+            self._catalog = StepCatalog(self._store, policy(keep))
             fitting = _fitting(keeper, self._ranks)
             writer = ShareWriter(self._store, memory_budget, stage_on, fitting)
             self._saver = Saver(self._ranks, self._catalog, writer, file_bytes)

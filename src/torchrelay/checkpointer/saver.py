@@ -18,7 +18,7 @@ from functools import partial
 
 import msgspec
 
-from torchrelay.checkpointer.catalog import Catalog
+from torchrelay.checkpointer.catalog import StepCatalog
 from torchrelay.checkpointer.share_writer import Save, ShareWriter, StagedShare
 from torchrelay.coordination.coordinator import Coordinator
 from torchrelay.coordination.messages import decoded
@@ -46,7 +46,7 @@ class Saver:
     """Saves states of one `Checkpointer`, one at a time."""
 
     def __init__(
-        self, ranks: Coordinator, catalog: Catalog, writer: ShareWriter, file_bytes: int | None
+        self, ranks: Coordinator, catalog: StepCatalog, writer: ShareWriter, file_bytes: int | None
     ) -> None:
         self._ranks = ranks
         self._catalog = catalog

@@ -109,7 +109,7 @@ class PGTransport:
         )
         options = ReceiveOptions(into, landing=landing)
         call = TransferCall(Deadline(max(deadline.left(), 0.001)))
-        got = self._relay.receive(src_rank, options, call)
+        got = self._relay.receive([src_rank], options, call)
         if got.report.missing or got.report.extra:
             logger.warning(
                 "checkpoint and destination differ: created %s, left as they were %s",

@@ -15,16 +15,16 @@ from torchrelay.landing.options import LandingOptions
 from torchrelay.landing.pairing import Pairing, paired
 from torchrelay.landing.workspace import Workspace
 from torchrelay.pause import gc_paused
-from torchrelay.planning.catalog import Catalog, LiveCatalog, Share
+from torchrelay.planning.catalog import Catalog, LiveCatalog, RankShare
 from torchrelay.planning.destination import Destination
 from torchrelay.record.schema import Record
 
 
 @dataclass(frozen=True)
 class Fitted:
-    """What a destination takes of a catalog, and which of its leaves and objects take it."""
+    """The share of a catalog that a destination takes, and the leaves and objects that take it."""
 
-    share: Share
+    share: RankShare
     pairing: Pairing
     options: LandingOptions
 

@@ -26,7 +26,7 @@ from torchrelay.landing.workspace import Workspace
 from torchrelay.pause import gc_paused
 from torchrelay.plan.pieces import HOST
 from torchrelay.planning.box_catalog import BoxCatalog
-from torchrelay.planning.catalog import Share
+from torchrelay.planning.catalog import RankShare
 from torchrelay.planning.reads import BoxReads, Cut, rows_of, stored_reads
 from torchrelay.planning.stored import Names, Shard
 from torchrelay.record.dtypes import itemsize
@@ -247,7 +247,7 @@ def rows_for(record: Record, rank: int, world: int) -> list[LeafRows]:
 class _StepImages:
     """The images of a share, as the files of a step have them."""
 
-    def __init__(self, step: StepFiles, record: Record, share: Share, reads: BoxReads) -> None:
+    def __init__(self, step: StepFiles, record: Record, share: RankShare, reads: BoxReads) -> None:
         self._step, self._record, self._share, self._reads = step, record, share, reads
         self.lent: list[int] = []  # images whose bytes are in memory that the step has lent
 

@@ -79,8 +79,15 @@ class Pieces(NamedTuple):
         """The pieces in some rows, by mark or number."""
         if rows.dtype == bool and rows.all():  # mostly
             return self
-        at, address, nbytes, device, image, keep = (column[rows] for column in self[:6])
-        return Pieces(at, address, nbytes, device, image, keep, self.memory)
+        return Pieces(
+            at=self.at[rows],
+            address=self.address[rows],
+            nbytes=self.nbytes[rows],
+            device=self.device[rows],
+            image=self.image[rows],
+            keep=self.keep[rows],
+            memory=self.memory,
+        )
 
     def in_order(self) -> Pieces:
         """In the order of the stream."""

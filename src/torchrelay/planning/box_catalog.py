@@ -1,4 +1,4 @@
-"""A recorded state of which each destination takes boxes: several live ranks, or a step at rest.
+"""A recorded state that destinations take in boxes: several live ranks, or a step at rest.
 
 Each leaf is as its destination takes it: a distributed tensor takes a box of a tensor, anything
 else all of it, whichever of the two it was where it comes from. Pure.
@@ -17,7 +17,7 @@ from torchrelay.errors import MismatchError
 from torchrelay.geometry.boxes import Numbers
 from torchrelay.plan.outline import TensorRows, pruned
 from torchrelay.plan.sharded import ShardedKind
-from torchrelay.planning.catalog import EqualImages, Likes, Share
+from torchrelay.planning.catalog import EqualImages, Likes, RankShare
 from torchrelay.planning.destination import Destination
 from torchrelay.planning.offered_leaves import NONE, OfferedLeaves
 from torchrelay.planning.selection import Selection
@@ -52,7 +52,7 @@ class BoxCatalog:
     def tensor_of(self, leaf: int) -> OfferedTensor | None:
         return self._offered.tensor_of(leaf)
 
-    def whole_share(self) -> Share:
+    def whole_share(self) -> RankShare:
         check_types(self.tree)
         builder, tree, leaves = ShareBuilder(self._offered), self.tree, self._offered.count
         wanted: Numbers = np.arange(leaves)
@@ -63,13 +63,13 @@ class BoxCatalog:
         elif not self.selection.exact:  # the paths of some leaves are those of another rank's
             wanted = np.unique(np.array([leaf for _, leaf in slots(tree)], np.int64))
         builder.add_offered(wanted)
-        return Share(builder.record(tree), builder.images.sources, Matched([]))
+        return RankShare(builder.record(tree), builder.images.sources, Matched([]))
 
-    def share_for(self, destination: Destination, matched: Matched, likes: Likes) -> Share:
+    def share_for(self, destination: Destination, matched: Matched, likes: Likes) -> RankShare:
         return _ShareFit(self._offered, destination, matched).share(likes)
 
 
-class _Form(IntEnum):
+class _TakenAs(IntEnum):
     """How a leaf of the destination takes what it is offered."""
 
     WHOLE = 0  # it is not distributed
@@ -90,7 +90,7 @@ class _Pairs(NamedTuple):
 
     @classmethod
     def of(cls, matched: Matched, leaves: int) -> _Pairs:
-        """The pairs of leaves, of which so many are offered."""
+        """The pairs of leaves; `leaves` is the number of those offered."""
         if matched.tree is not None:
             offered: Numbers = np.arange(leaves)
             here = offered
@@ -123,18 +123,18 @@ class _ShareFit:
         self._pairs = _Pairs.of(matched, offered.count)
         self._local_boxes = LocalBoxes()
 
-    def share(self, likes: Likes) -> Share:
+    def share(self, likes: Likes) -> RankShare:
         pairs, builder = self._pairs, self._builder
         kinds = self._find_forms()
         made_whole = self._add_likes(likes)
         self._add_wholes(made_whole)
         self._add_boxes(kinds)
-        for row in np.flatnonzero(pairs.form == _Form.PARTS).tolist():
+        for row in np.flatnonzero(pairs.form == _TakenAs.PARTS).tolist():
             self._add_parts(row)
         images, again = self._equal_images()
         deferred, matched = self._deferred(), self._without(again)
         record = builder.record(self._offered.tree)
-        return Share(record, builder.images.sources, matched, deferred, images)
+        return RankShare(record, builder.images.sources, matched, deferred, images)
 
     def _path(self, row: int) -> str:
         if self._matched.tree is None:
@@ -150,11 +150,12 @@ class _ShareFit:
         kinds: Numbers = kind_of[pairs.here]
         types = {kind for kind in set(map(type, leaves)) if t.is_distributed_type(kind)}
         if types:
-            pairs.form[kinds >= 0] = _Form.BOX
-            pairs.form[(kinds >= 0) & (self._offered.images[pairs.offered] == NONE)] = _Form.PARTS
+            pairs.form[kinds >= 0] = _TakenAs.BOX
+            no_image = self._offered.images[pairs.offered] == NONE
+            pairs.form[(kinds >= 0) & no_image] = _TakenAs.PARTS
             for row in np.flatnonzero(kinds == NONE).tolist():
                 if type(leaves[int(pairs.here[row])]) in types:
-                    pairs.form[row] = _Form.PARTS
+                    pairs.form[row] = _TakenAs.PARTS
         return kinds
 
     # Leaves that are not distributed here.
@@ -162,7 +163,7 @@ class _ShareFit:
     def _add_wholes(self, more: Numbers) -> None:
         """Add the leaves that destinations take as they are, and `more`; each of them once."""
         pairs = self._pairs
-        rows = np.flatnonzero(pairs.form == _Form.WHOLE)
+        rows = np.flatnonzero(pairs.form == _TakenAs.WHOLE)
         wanted = np.unique(np.concatenate([pairs.offered[rows], more]))
         numbers = self._builder.add_offered(wanted)
         pairs.leaf[rows] = numbers[np.searchsorted(wanted, pairs.offered[rows])]
@@ -171,7 +172,7 @@ class _ShareFit:
     def _deferred(self) -> set[int]:
         """The leaves that are not all of an image."""
         pairs, others = self._pairs, self._builder.others
-        partial = (pairs.form == _Form.WHOLE) & (pairs.image == NONE)
+        partial = (pairs.form == _TakenAs.WHOLE) & (pairs.image == NONE)
         leaves = pairs.leaf[partial].tolist()
         return {n for n in leaves if n not in others or isinstance(others[n], _COPIED)}
 
@@ -188,8 +189,8 @@ class _ShareFit:
             made = self._like(leaf, facts.dtype, like, path)
             if isinstance(made, m.ShardedLeaf):
                 raise MismatchError(
-                    "this rank has several separate boxes of it, of which no new tensor can be "
-                    "made: redistribute it first",
+                    "this rank has several separate boxes of it, and no new tensor can be made "
+                    "of those: redistribute it first",
                     path=path,
                 )
             (number,) = self._builder.numbers_for(np.array([leaf], np.int64)).tolist()
@@ -201,7 +202,7 @@ class _ShareFit:
     def _add_boxes(self, kinds: Numbers) -> None:
         """Add leaves for distributed tensors with one plain part here, each as a box."""
         pairs, builder, offered = self._pairs, self._builder, self._offered
-        rows = np.flatnonzero(pairs.form == _Form.BOX)
+        rows = np.flatnonzero(pairs.form == _TakenAs.BOX)
         pairs.leaf[rows] = builder.numbers_for(pairs.offered[rows])
         pairs.image[rows] = offered.images[pairs.offered[rows]]
         for number in np.unique(kinds[rows]).tolist():

@@ -1,8 +1,8 @@
-"""What is offered to a receive or a load, whoever has it.
+"""The state that is offered to a receive or a load, whoever has it.
 
 Each kind of source yields one `Catalog`: one live rank (`LiveCatalog`), several live ranks (the
 `BoxCatalog` of their union), a step at rest (the `BoxCatalog` of its record). A catalog says what
-its leaves are, and makes the `Share` of them that a destination takes.
+its leaves are, and makes the `RankShare` of them that a destination takes.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class EqualImages(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Share:
+class RankShare:
     """The part of a catalog that one rank takes, as a record of its own.
 
     - `pairs`: its leaves, each with the leaf of the destination that takes it.
@@ -52,7 +52,7 @@ class Share:
 
 
 class Catalog(Protocol):
-    """What is offered. `tree` has its leaves by path, and `selection` says which are wanted."""
+    """A state that is offered: `tree` has its leaves by path, `selection` says which are wanted."""
 
     @property
     def tree(self) -> m.Node: ...
@@ -63,12 +63,12 @@ class Catalog(Protocol):
     def tensor_of(self, leaf: int) -> OfferedTensor | None:
         """A leaf that is a tensor."""
 
-    def whole_share(self) -> Share:
+    def whole_share(self) -> RankShare:
         """All that is wanted, for new tensors."""
 
-    def share_for(self, destination: Destination, matched: Matched, likes: Likes) -> Share:
-        """What the `matched` leaves of a destination take. `likes` has the leaves that are made for
-        objects, each with the tensor that it resembles."""
+    def share_for(self, destination: Destination, matched: Matched, likes: Likes) -> RankShare:
+        """The share for the `matched` leaves of a destination. `likes` has the leaves that are made
+        for objects, each with the tensor that it resembles."""
 
 
 class LiveCatalog:
@@ -87,12 +87,12 @@ class LiveCatalog:
         found = m.tensor_of(self._rows[leaf])
         return None if found is None else OfferedTensor(*found, in_boxes=False)
 
-    def whole_share(self) -> Share:
+    def whole_share(self) -> RankShare:
         return self._share(Matched([]))
 
-    def share_for(self, destination: Destination, matched: Matched, likes: Likes) -> Share:
+    def share_for(self, destination: Destination, matched: Matched, likes: Likes) -> RankShare:
         return self._share(matched)
 
-    def _share(self, matched: Matched) -> Share:
+    def _share(self, matched: Matched) -> RankShare:
         record = self._rows.record
-        return Share(record, np.arange(record.images), matched)
+        return RankShare(record, np.arange(record.images), matched)

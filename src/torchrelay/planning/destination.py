@@ -1,4 +1,4 @@
-"""What a caller wants to have filled: a tree, and the memory of each of its leaves."""
+"""The state that a caller wants to have filled: a tree, and the memory of each leaf."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ import numpy as np
 
 from torchrelay.errors import MismatchError
 from torchrelay.geometry.boxes import Box, Comparisons, Numbers
-from torchrelay.planning.catalog import Share
+from torchrelay.planning.catalog import RankShare
 from torchrelay.planning.reads import SCATTERED, BoxReads, Overlap, ReadTable, equal_rows
 from torchrelay.planning.union import Union
 from torchrelay.record.rank_reads import Reads
@@ -32,21 +32,23 @@ class RankReads(NamedTuple):
 
     def filled(self) -> Iterator[tuple[int, Box]]:
         """The image of the share that each read fills, and the part of it."""
-        _, share, _, _, _, cuts, known = self.filling
-        return zip(share.tolist(), [known[cut].to for cut in cuts.tolist()], strict=True)
+        filling = self.filling
+        parts = [filling.cuts[number].to for number in filling.cut.tolist()]
+        return zip(filling.share.tolist(), parts, strict=True)
 
     def some(self, rows: Numbers) -> RankReads:
         return RankReads(self.images[rows], self.filling.some(rows))
 
     def asked(self, chunk_bytes: int) -> Reads:
         """As the rank is asked for them: images as they lie, or the elements of boxes of them."""
-        _, _, _, start, at, numbers, cuts = self.filling
-        partial = np.array([one.part[1] != one.box[1] for one in cuts], bool)
-        cut = partial[numbers] | (start == SCATTERED) | (at == SCATTERED)
-        used, inverse = np.unique(numbers[cut], return_inverse=True)
-        box_of = np.zeros(len(cut), np.int64)
-        box_of[cut] = inverse + 1
-        boxes = tuple([cuts[number].part for number in used.tolist()])
+        filling = self.filling
+        partial = np.array([one.part[1] != one.box[1] for one in filling.cuts], bool)
+        scattered = (filling.start == SCATTERED) | (filling.at == SCATTERED)
+        in_boxes = partial[filling.cut] | scattered
+        used, inverse = np.unique(filling.cut[in_boxes], return_inverse=True)
+        box_of = np.zeros(len(in_boxes), np.int64)
+        box_of[in_boxes] = inverse + 1
+        boxes = tuple([filling.cuts[number].part for number in used.tolist()])
         return Reads(self.images, chunk_bytes, column_of(box_of), boxes)
 
 
@@ -67,7 +69,7 @@ class GatherReads:
     """
 
     def __init__(
-        self, union: Union, share: Share, only: Numbers, lost: Collection[int] = ()
+        self, union: Union, share: RankShare, only: Numbers, lost: Collection[int] = ()
     ) -> None:
         self._share, self._union, self._lost = share, union, list(lost)
         self._comparisons = Comparisons()
@@ -97,7 +99,8 @@ class GatherReads:
         """The reads of each rank in the order in which the share has them, those of one device of
         the rank next to each other."""
         found: dict[int, RankReads] = {}
-        places, images = (column[reads.boxes] for column in self._union.boxes[1:3])
+        boxes = self._union.boxes
+        places, images = boxes.places[reads.boxes], boxes.sources[reads.boxes]
         for place in np.unique(places).tolist():
             mine = np.flatnonzero(places == place)
             devices = self._union.joined.rows[place].record.image_devices[images[mine]]
@@ -107,7 +110,20 @@ class GatherReads:
 
     def _alike(self, images: Numbers) -> Iterator[tuple[Numbers, Numbers]]:
         """Images that want one box of what the same ranks have in the same boxes, and the rows of
-        the union's boxes that have it: a row for each image, a column for each rank."""
+        the union's boxes that have it: a row for each image, a column for each rank.
+
+        Images 0, 1 and 2 of the share are tensors `a`, `b` and `n` of the union. Places 0 and 1
+        have half of `a` and of `b` each; place 0 alone has `n`. The union's boxes are in the order
+        of its images:
+
+            row     0         1         2         3         4
+            image   a         a         b         b         n
+            place   0         1         0         1         0
+            kind    upper     lower     upper     lower     whole
+
+        With two rows each, `a` and `b` have the same places and kinds: `[0, 1], [[0, 1], [2, 3]]`.
+        `n` has one row: `[2], [[4]]`.
+        """
         boxes, sources = self._union.boxes, self._share.sources[images]
         there = np.flatnonzero(~np.isin(boxes.places, self._lost))
         counts = np.bincount(boxes.images[there], minlength=self._union.record.images)

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from torchrelay.geometry.boxes import Box, Numbers, run_of, shared, within
-from torchrelay.planning.catalog import Share
+from torchrelay.planning.catalog import RankShare
 from torchrelay.record.dtypes import itemsize
 from torchrelay.record.schema import ImageKind, Record, runs
 
@@ -72,8 +72,15 @@ class BoxReads(NamedTuple):
     cuts: Sequence[Cut]
 
     def some(self, rows: Any) -> BoxReads:
-        boxes, share, nbytes, start, at, cut = (column[rows] for column in self[:6])
-        return BoxReads(boxes, share, nbytes, start, at, cut, self.cuts)
+        return BoxReads(
+            boxes=self.boxes[rows],
+            share=self.share[rows],
+            nbytes=self.nbytes[rows],
+            start=self.start[rows],
+            at=self.at[rows],
+            cut=self.cut[rows],
+            cuts=self.cuts,
+        )
 
 
 class ReadTable:
@@ -86,10 +93,9 @@ class ReadTable:
 
     def add(self, boxes: Numbers, share: Numbers, overlap: Overlap) -> None:
         """Read what boxes have of images, one of each."""
-        nbytes, start, at, cut = overlap
-        columns = np.broadcast_arrays(boxes, share, nbytes, start, at, len(self._cuts))
-        self._columns.append(columns)
-        self._cuts.append(cut)
+        found = overlap.nbytes, overlap.start, overlap.at, len(self._cuts)
+        self._columns.append(np.broadcast_arrays(boxes, share, *found))
+        self._cuts.append(overlap.cut)
 
     def reads(self) -> BoxReads:
         """All of them."""
@@ -98,7 +104,7 @@ class ReadTable:
         return BoxReads(boxes, share, nbytes, start, at, cut, self._cuts)
 
 
-def stored_reads(record: Record, share: Share) -> BoxReads:
+def stored_reads(record: Record, share: RankShare) -> BoxReads:
     """The reads of a step at rest that fill all images of a share of it, in their order."""
     table, wanted = ReadTable(), share.record
     kinds = record.image_kind[share.sources], wanted.image_kind

@@ -161,7 +161,7 @@ class ShareBuilder:
 
     @property
     def others(self) -> Mapping[int, m.Leaf]:
-        """The leaves that are no rows."""
+        """The leaves that are records of their own."""
         return self._others
 
     def record(self, tree: m.Node) -> Record:

@@ -59,6 +59,11 @@ class JoinedTrees:
             else:
                 home.members.append(place)
 
+    @property
+    def first_ranks(self) -> set[int]:
+        """The ranks whose values and plain tensors count."""
+        return {self.ranks[home.members[0]] for home in self.homes}
+
     def first(self, home: Home) -> LeafRows:
         """The leaves of the first rank of a home."""
         return self.rows[home.members[0]]
@@ -157,31 +162,36 @@ class Union:
         return self._box_kinds.numbers(record.image_kinds)[record.image_kind]
 
     def _add_rows(self, place: int, home: int) -> None:
-        """The boxes of one rank of tensors that are rows of its record."""
-        rows = self.joined.rows[place]
-        some = np.flatnonzero(rows.is_sharded)
-        leaves, images = self.joined.homes[home].shift + rows.leaves[some], rows.images[some]
-        kinds = [rows.record.kinds[number] for number in rows.kinds[some].tolist()]
-        shardings = rows.record.shardings
+        """The boxes of one rank of tensors that are rows of its record.
+
+        The rank at place 1 has the lower half of `w` (8 x 4) as leaf 0, and leaf 1 is tied to it:
+        both are of image 0 of its record. They are one tensor of the union. It has a box of that:
+
+            tensor 0: float32, (8, 4), leaf 0       _tensor_of: [0, 0]
+            box: image joined.images + 0, place 1, source 0, of kind ((4, 0), (4, 4))
+        """
+        rows, shift = self.joined.rows[place], self.joined.homes[home].shift
+        record = rows.record
         partial = [
-            isinstance(how, MeshSharding) and _any_partial(how.placements) for how in shardings
+            isinstance(how, MeshSharding) and _any_partial(how.placements)
+            for how in record.shardings
         ]
-        # Tied leaves have one image, and are one tensor.
-        new = np.flatnonzero(self._tensor_of[leaves] == NONE)
-        _, once, inverse = np.unique(images[new], return_index=True, return_inverse=True)
-        numbers = [
-            self._tensor(home, int(leaves[at]), kind.dtype, kind.shape, partial[kind.sharding])
-            for at, kind in ((at, kinds[at]) for at in new[once].tolist())
-        ]
-        self._tensor_of[leaves[new]] = np.array(numbers, np.int64)[inverse]
-        tensors = self._tensor_of[leaves]
-        for tensor, kind in zip(tensors.tolist(), kinds, strict=True):
-            known = self.tensors[tensor]
-            if known.dtype != kind.dtype or known.shape != kind.shape:
-                self._refuse(known, place, kind.dtype, kind.shape)
-        tensors, once = np.unique(tensors, return_index=True)
-        images, kinds_of = images[once], self._image_kinds_of(rows.record)
-        self._add(self.joined.images + tensors, place, images, kinds_of[images])
+        tied: dict[int, int] = {}  # by image of the rank, the tensor of its first leaf
+        images: dict[int, int] = {}  # by tensor, the image of its first leaf
+        for row in np.flatnonzero(rows.is_sharded).tolist():
+            leaf, image = shift + int(rows.leaves[row]), int(rows.images[row])
+            kind = record.kinds[int(rows.kinds[row])]
+            tensor = int(self._tensor_of[leaf])
+            if tensor == NONE:
+                if image not in tied:
+                    facts = kind.dtype, kind.shape, partial[kind.sharding]
+                    tied[image] = self._tensor(home, leaf, *facts)
+                tensor = self._tensor_of[leaf] = tied[image]
+            self._check(self.tensors[tensor], place, kind.dtype, kind.shape)
+            images.setdefault(tensor, image)
+        tensors, sources = (np.array([*some], np.int64) for some in (images, images.values()))
+        kinds = self._image_kinds_of(record)
+        self._add(self.joined.images + tensors, place, sources, kinds[sources])
 
     def _add_others(self, place: int, home: int) -> None:
         """The boxes of one rank of tensors that are records of their own."""
@@ -202,9 +212,7 @@ class Union:
             if tensor == NONE:
                 tensor = self._tensor(home, shift + leaf, dtype, found.shape, partial)
                 self._tensor_of[shift + leaf] = tensor
-            known = self.tensors[tensor]
-            if (known.dtype, known.shape) != (dtype, found.shape):
-                self._refuse(known, place, dtype, found.shape)
+            self._check(self.tensors[tensor], place, dtype, found.shape)
             for part, box in boxes:
                 if part.storage < 0:
                     continue
@@ -232,7 +240,10 @@ class Union:
             self.tensors.append(Tensor(dtype, shape, leaf, partial))
         return number
 
-    def _refuse(self, known: Tensor, place: int, dtype: str, shape: tuple[int, ...]) -> None:
+    def _check(self, known: Tensor, place: int, dtype: str, shape: tuple[int, ...]) -> None:
+        """`MismatchError` where a rank has a tensor as something else than another rank."""
+        if known.dtype == dtype and known.shape == shape:
+            return
         rank = self.joined.ranks[place]
         raise MismatchError(
             f"rank {rank} has it as {dtype} of shape {shape}, another rank as {known.dtype} of "

@@ -197,7 +197,7 @@ def _show(placements: tuple[m.Placement, ...]) -> str:
 
 
 def _fit_sharded(leaf: m.ShardedLeaf, into: torch.Tensor) -> Iterator[Fit]:
-    # A DTensor of which this rank has several boxes takes each of them, as a ShardedTensor does.
+    # A DTensor with several boxes on this rank takes each of them, as a ShardedTensor does.
     parts = local_parts(into) if t.is_distributed(into) else []
     if not t.is_sharded(into) and len(parts) < 2:
         kind = "a CheckpointableTensor" if leaf.checkpointable else "a ShardedTensor"

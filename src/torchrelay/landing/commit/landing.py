@@ -36,7 +36,7 @@ from torchrelay.landing.staging import Staging, purposes
 from torchrelay.landing.workspace import Workspace
 from torchrelay.pause import gc_paused
 from torchrelay.plan.pieces import HOST, Pieces
-from torchrelay.planning.catalog import EqualImages, Share
+from torchrelay.planning.catalog import EqualImages, RankShare
 from torchrelay.record import manifest as m
 from torchrelay.record.rows import LeafRows, Marks
 from torchrelay.state import tensors as t
@@ -86,7 +86,7 @@ class Landing:
 
     def __init__(
         self,
-        share: Share,
+        share: RankShare,
         pairing: Pairing,
         options: LandingOptions,
         workspace: Workspace,

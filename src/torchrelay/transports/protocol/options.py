@@ -34,7 +34,8 @@ class SendOptions:
 
 @dataclass(frozen=True)
 class ReceiveOptions:
-    """The state that a receiver takes, and its destination."""
+    """The state that a receiver takes, and its destination. `reshard`: boxes of it are taken, from
+    one rank or several; else one rank's state as it is."""
 
     into: object = None
     step: int | None = None
@@ -42,3 +43,5 @@ class ReceiveOptions:
     route: str | None = None
     connections: int = 1
     chunk_bytes: int | None = None  # of reads of several ranks
+    reshard: bool = False
+    window: float = 0.0  # seconds that the first of several ranks waits for the others

@@ -1,261 +1,275 @@
-"""The receiving side of a live transfer, as a straight line:
+"""The receiving side of a live transfer: connections, threads and the clock for a
+`ReceiverMachine`.
 
-    join -> offer -> fit -> accept -> go -> fetch -> fetched -> confirmed -> commit -> done
+    meet -> plan -> accept -> fetch -> confirm -> commit
 
-An error anywhere closes the connection, with the reason if there is one to tell. Nothing of the
-caller's is written before the commit, unless `atomic=False` asks for that.
+One loop, in the thread that called `recv`, does what the machine says next, with one holder or
+with several at once. An error anywhere closes the connections, with the reason if there is one to
+send. Nothing of the caller's is written before the commit, unless `atomic=False` asks for that.
 """
 
 from __future__ import annotations
 
-import secrets
-from collections.abc import Callable, Collection
-from contextlib import suppress
-from functools import cached_property, partial
+from collections.abc import Callable, Sequence
+from functools import partial
 
-from torchrelay.deadlines import Stopwatch
+from torchrelay.deadlines import Deadline
 from torchrelay.errors import (
+    DigestError,
     ManifestError,
+    MismatchError,
+    PeerError,
     RelayError,
-    RouteError,
-    StateError,
-    StepMismatchError,
+    RemoteProtocolError,
     TornStateError,
     TransferTimeoutError,
-    UnsupportedLeafError,
 )
-from torchrelay.landing.commit.landing import TORN, Landed, Landing
-from torchrelay.landing.land import land
-from torchrelay.landing.read_target import ReadTarget, named
+from torchrelay.landing.commit.landing import TORN, Landed
 from torchrelay.memory.gpu.side import settle
-from torchrelay.memory.uninterrupted import uninterrupted
+from torchrelay.memory.thread_pool import run_on_threads
+from torchrelay.memory.uninterrupted import hurried, uninterrupted
 from torchrelay.planning.destination import Destination
-from torchrelay.record.encoding import decode
-from torchrelay.record.schema import Record
-from torchrelay.results import Loaded, Outcome, Report, Traffic
-from torchrelay.transports.meeting.conversation import Conversation
+from torchrelay.results import Loaded
+from torchrelay.transports.protocol.holder import REFUSED, LiveHolder, last_message, report_of
 from torchrelay.transports.protocol.options import ReceiveOptions, TransferCall
+from torchrelay.transports.protocol.receive_plan import ReceivePlan
+from torchrelay.transports.protocol.receiver_machine import Action, ReceiverMachine
 from torchrelay.transports.resources import Member
-from torchrelay.transports.routes.choice import BY_NAME, Choice, choose
-from torchrelay.transports.routes.host import claims, location
-from torchrelay.transports.routes.route import Incoming
 from torchrelay.transports.wire import messages as m
 
-_REFUSALS: dict[type[RelayError], str] = {
-    ManifestError: "manifest",
-    RouteError: "route",
-    StepMismatchError: "step",
-    UnsupportedLeafError: "unsupported",
-}
-PARTING_SECONDS = 0.1
-REFUSED = (StateError, StepMismatchError, ManifestError, RouteError)
-
-
-def last_message(fault: BaseException, *, torn: bool) -> m.Message:
-    """The message to the sender when a receive fails. An object that rejects its state refuses it,
-    like a destination that does not fit."""
-    if isinstance(fault, REFUSED) and not torn:
-        path = None if fault.path is None else m.text(fault.path)
-        return m.Refuse(_REFUSALS.get(type(fault), "mismatch"), m.text(fault.message), path)
-    reason = fault.message if isinstance(fault, RelayError) else repr(fault)
-    return m.Abort(m.text(reason), late=isinstance(fault, TransferTimeoutError))
-
-
-class SourceRank:
-    """A rank that a state, or a part of it, is received from. It has been sent a `Join`."""
-
-    offer: m.Offer
-
-    def __init__(
-        self,
-        member: Member,
-        rank: int,
-        options: ReceiveOptions,
-        call: TransferCall,
-        *,
-        parts: bool = False,
-    ) -> None:
-        self.rank, self._member, self._options = rank, member, options
-        self.choices: list[Choice] = []
-        self.nbytes = 0  # that come from it
-        self.confirmed = False  # its state is unchanged
-        # A route that crosses a wire reads no memory of another process.
-        reads = options.route is None or BY_NAME[options.route].reads
-        self._nonce = secrets.token_bytes(m.NONCE_BYTES) if reads else b""
-        here, fd = location.here(), -1
-        if here.devices and reads:
-            with suppress(OSError):  # then no device memory is opened
-                claim = claims.claim(self._nonce, member.rank, rank, bytes(16))
-                self._proof = claims.Proof(claim)
-                fd = self._proof.claimant.fd
-        self.talk = Conversation(member.meeting, rank, member.rank, call.deadline, call.watch)
-        committed = member.node.committed.find(self.talk.process) or b""
-        address = member.node.identity.address
-        self.talk.send(m.Join(options.step, parts, here, self._nonce, fd, committed, address))
-
-    @cached_property
-    def record(self) -> Record:
-        """The record that is offered, of the step that was asked for."""
-        found = decode(self.offer.record, in_time=self._check_time)
-        self.talk.step, wanted = found.step, self._options.step
-        if wanted not in (None, found.step):
-            raise StepMismatchError(
-                f"step {found.step} is offered, step {wanted} was asked for", step=found.step
-            )
-        return found
-
-    def _check_time(self) -> None:
-        if self.talk.deadline.passed:
-            raise self.talk.late("offer in time")
-
-    def accept(
-        self, target: ReadTarget, progress: Callable[[int, int], None], reads: bytes | None = None
-    ) -> Callable[[], None]:
-        """Take the offer, or these reads of it, by the fastest route; returns the call that brings
-        the bytes to the target."""
-        incoming = Incoming(
-            self.talk,
-            self.offer,
-            self._nonce,
-            self._member,
-            self._options.connections,
-            progress,
-            target,
-            partial(named, self.record, target.chunks) if reads is None else None,
-        )
-        route, fetch, instead = choice = self._choose(incoming)
-        self.choices.append(choice)
-        self.nbytes += target.chunks.nbytes
-        self.talk.send(m.Accept(route.name, fetch.answer, instead, reads))
-        fetch.get_ready()
-        begins = route.in_offer and reads is None
-        return partial(fetch.run, b"" if begins else self.talk.expect(m.Go).data)
-
-    def _choose(self, incoming: Incoming) -> Choice:
-        try:
-            return choose(incoming, self._options.route)
-        except RouteError as fault:
-            # A sender that has given up has taken away what a route needs: it says so.
-            try:
-                self.talk.next("answer", PARTING_SECONDS)
-            except RelayError as other:
-                raise other from fault
-            raise
-
-    def note_commit(self) -> None:
-        """Its state has been taken: a sender that does not know so asks when it sends again."""
-        self._member.node.committed.note(self.talk.process, self.offer.transfer)
-
-    def stop(self) -> None:
-        """Nothing is written to a target after this."""
-        for choice in self.choices:
-            choice.fetch.close()
-
-    def close(self) -> None:
-        self.stop()
-        self.talk.close()
-
-
-def report_of(
-    sources: Collection[SourceRank], step: int | None, nbytes: int, landed: Landed, watch: Stopwatch
-) -> Report:
-    """The report of a receive."""
-    choices = [one for source in sources for one in source.choices]
-    fetches = [one.fetch for one in choices]
-    return Report(
-        step=step,
-        bytes=nbytes,
-        seconds=watch.seconds,
-        peers={source.rank: _outcome(source) for source in sources},
-        missing=tuple(landed.missing),
-        extra=tuple(landed.extra),
-        verified=all(fetch.verified for fetch in fetches),
-        instead={name: why for one in choices for name, why in one.instead.items()},
-        traffic=Traffic(
-            sum(fetch.wire_bytes for fetch in fetches),
-            sum(fetch.messages for fetch in fetches),
-            sum(fetch.connections for fetch in fetches),
-        ),
-    )
-
-
-def _outcome(source: SourceRank) -> Outcome:
-    routes = {one.route.name for one in source.choices}
-    route = routes.pop() if len(routes) == 1 else "mixed" if routes else ""
-    return Outcome(route=route, bytes=source.nbytes)
+# A holder that fails in one of these ways is lost; the others may have what it has.
+LOST = (PeerError, TransferTimeoutError, RemoteProtocolError, ManifestError, DigestError)
 
 
 class Receiving:
-    """One receive from one rank."""
+    """One receive, from one rank or from several."""
+
+    _plan: ReceivePlan | None = None
+    _landed: Landed | None = None
 
     def __init__(
-        self, member: Member, sender: int, options: ReceiveOptions, call: TransferCall
+        self, member: Member, ranks: Sequence[int], options: ReceiveOptions, call: TransferCall
     ) -> None:
-        self._member, self._sender, self._options = member, sender, options
-        self._call, self._watch = call, call.watch
-        self._landing: Landing | None = None
+        self._member, self._ranks, self._options = member, ranks, options
+        self._deadline, self._watch, self._progress = call.deadline, call.watch, call.progress
+        self._machine = ReceiverMachine(ranks, options.step)
+        self._holders: dict[int, LiveHolder] = {}  # all that a `Join` was sent to
+        # One holder alone delays no one: the deadline counts for it.
+        self._alone = len(ranks) == 1
+        self._offers_due = self._deadline
+        if not self._alone:
+            self._offers_due = Deadline(max(self._deadline.left(), 0.001))
 
     def run(self) -> Loaded:
-        with self._watch("call"):
-            # Meanwhile the sender describes its state, and is slow to answer a call.
-            into = _prepared(self._options.into)
-            source = SourceRank(self._member, self._sender, self._options, self._call)
         try:
-            landed = self._run(source, into)
+            self._into = _inspected(self._options.into)  # while senders describe their states
+            while (todo := self._machine.next()) is not None:
+                self._do(todo.action, todo.ranks)
         except BaseException as fault:
-            torn = self._landing is not None and self._landing.torn
-            source.talk.send(last_message(fault, torn=torn))
-            rank, step, phase = self._sender, source.talk.step, self._watch.phase
-            if isinstance(fault, REFUSED) and fault.rank is None:
-                fault.rank, fault.phase = rank, phase
-            if isinstance(fault, TornStateError):  # it names what is old and what is new
-                fault.rank, fault.step, fault.phase = rank, step, phase
-            elif torn and isinstance(fault, Exception):
-                raise TornStateError(TORN, rank=rank, step=step, phase=phase) from fault
+            self._end(fault)
             raise
         finally:
-            source.close()
-        step = source.record.step
-        report = report_of([source], step, source.nbytes, landed, self._watch)
+            for holder in self._holders.values():
+                holder.close()
+        plan, landed, machine = self._plan, self._landed, self._machine
+        assert plan is not None and landed is not None
+        holders = [self._holders[rank] for rank in machine.here]
+        step, nbytes = machine.step, plan.nbytes
+        report = report_of(holders, machine.lost, step, nbytes, landed, self._watch)
         return Loaded(landed.state, step, report)
 
-    def _run(self, source: SourceRank, into: object) -> Landed:
-        talk = source.talk
-        with self._watch("call"):
-            source.offer = talk.expect(m.Offer)
-        with self._watch("join"):
-            landing = self._landing = self._fit(source, into)
-            bring = source.accept(landing.target(), self._call.progress)
-        with self._watch("data"):
-            bring()
-            talk.send(m.Fetched())
-        with self._watch("commit"):
-            landing.make()  # while the sender looks whether its state is unchanged
-        with self._watch("data"):
-            talk.expect(m.Confirmed)
-        with self._watch("commit"):
-            landed = uninterrupted(partial(self._commit, landing, source))
-            talk.send(m.Done())
-        with self._watch("pass on"):
-            source.choices[0].fetch.finish()
-        return landed
+    def _do(self, action: Action, ranks: Sequence[int]) -> None:
+        if action is Action.MEET:
+            with self._watch("call"):
+                self._meet(ranks)
+        elif action is Action.PLAN:
+            with self._watch("join"):
+                self._fit()
+        elif action is Action.ACCEPT:
+            with self._watch("join"):
+                self._accept(ranks)
+        elif action is Action.FETCH:
+            with self._watch("data"):
+                self._fetch(ranks)
+        elif action is Action.CONFIRM:
+            with self._watch("data"):
+                self._confirm(ranks)
+        else:
+            with self._watch("commit"):
+                self._commit()
+            if not self._options.reshard:
+                with self._watch("pass on"):
+                    self._holders[ranks[0]].finish()
 
-    def _fit(self, source: SourceRank, into: object) -> Landing:
-        """Compare the offer with the destination; everything that can be refused is refused."""
-        return land(source.record, into, self._options.landing, self._member.workspace)
+    def _end(self, fault: BaseException) -> None:
+        """Tell all holders that the receive has failed. Raises `TornStateError` if tensors of the
+        caller are part old, part new."""
+        plan, phase = self._plan, self._watch.phase
+        torn = plan is not None and self._landed is None and plan.landing.touched
+        for holder in self._holders.values():
+            holder.talk.send(last_message(fault, torn=torn))
+        rank = step = None
+        if self._alone and self._holders:
+            ((rank, holder),) = self._holders.items()
+            step = holder.talk.step
+            if isinstance(fault, REFUSED) and fault.rank is None:
+                fault.rank, fault.phase = rank, phase
+        if isinstance(fault, TornStateError):  # it names what is old and what is new
+            fault.rank, fault.step, fault.phase = rank, step, fault.phase or phase
+        elif torn and isinstance(fault, Exception):
+            raise TornStateError(TORN, rank=rank, step=step, phase=phase) from fault
 
-    def _commit(self, landing: Landing, source: SourceRank) -> Landed:
-        landed = landing.end()
-        settle()
-        source.note_commit()
-        return landed
+    # The actions
+
+    def _meet(self, ranks: Sequence[int]) -> None:
+        """Ask all holders what they have. The first to come waits a window for the others."""
+        window, several = self._options.window, not self._alone
+
+        def ask(rank: int) -> None:
+            holder = LiveHolder(self._member, rank, self._options, self._offers_due, self._watch)
+            self._holders[rank] = holder
+            holder.wait_for_offer()
+            if several:
+                self._offers_due.hasten(window)
+                holder.talk.deadline = self._deadline
+                holder.talk.patience = min(window, self._deadline.seconds / 4)
+            holder.read_offer()
+            self._machine.offered(rank, holder.record.step, several=self._mixed(holder))
+
+        self._each(ranks, ask)
+        for rank, fault in self._machine.lost.items():
+            if several and isinstance(fault, TransferTimeoutError) and not self._deadline.passed:
+                text = f"did not come within {window:.3g} s of the first source"
+                late = TransferTimeoutError(text, rank=rank, phase="call")
+                self._machine.lost[rank] = late
+
+    def _mixed(self, holder: LiveHolder) -> bool:
+        """Whether parts of several states could be taken for one."""
+        return self._options.reshard and holder.offer.several
+
+    def _fit(self) -> None:
+        """Fit what is offered to the destination, and plan the reads; everything that can be
+        refused is refused. `MismatchError` if the holders do not have what is wanted; the first
+        that was lost is named if it would have."""
+        machine, options, plan = self._machine, self._options, self._plan
+        try:
+            if plan is not None:
+                self._plan = plan = plan.without(machine.lost)
+            else:
+                self._plan = plan = ReceivePlan(
+                    {rank: self._holders[rank].record for rank in machine.here},
+                    self._into,
+                    options.landing,
+                    self._member.workspace,
+                    reshard=options.reshard,
+                    chunk_bytes=options.chunk_bytes,
+                )
+        except MismatchError as fault:
+            for lost in machine.lost.values():
+                raise lost from fault
+            raise
+        machine.planned(plan.reads)
+
+    def _accept(self, ranks: Sequence[int]) -> None:
+        """Tell holders what is read of them, and by which route."""
+        plan = self._plan
+        assert plan is not None
+        total, coming = plan.nbytes, sum(one.nbytes for one in plan.reads.values())
+        done: dict[int, int] = {}
+
+        def progress(rank: int, nbytes: int, of: int) -> None:
+            done[rank] = nbytes
+            if not self._options.reshard:
+                self._progress(nbytes, of)
+            else:
+                self._progress(min(total, total - coming + sum(list(done.values()))), total)
+
+        def accept(rank: int) -> None:
+            self._holders[rank].accept(plan.reads_of(rank), partial(progress, rank))
+            self._machine.accepted(rank)
+
+        self._each(ranks, accept)
+
+    def _fetch(self, ranks: Sequence[int]) -> None:
+        """Have all bytes come that were accepted."""
+
+        def fetch(rank: int) -> None:
+            try:
+                self._holders[rank].fetch()
+            finally:
+                if self._options.reshard:
+                    self._holders[rank].stop()
+            self._machine.fetched(rank)
+
+        self._each(ranks, fetch)
+
+    def _confirm(self, ranks: Sequence[int]) -> None:
+        """Ask holders whether their states are unchanged."""
+
+        def ask(rank: int) -> None:
+            self._holders[rank].confirm()
+            self._machine.confirmed(rank)
+
+        self._each(ranks, ask)
+
+    def _commit(self) -> None:
+        """Everything that can fail comes before the first write."""
+        plan = self._plan
+        assert plan is not None
+        plan.make()
+
+        def commit() -> None:
+            self._landed = plan.commit()
+            settle()
+            for rank in self._machine.here:
+                self._holders[rank].note_commit()
+
+        uninterrupted(commit)
+        for rank in self._machine.here:
+            self._holders[rank].talk.send(m.Done())
+        self._machine.committed()
+
+    # Several holders at once
+
+    def _each(self, ranks: Sequence[int], act: Callable[[int], object]) -> None:
+        """Do something with each holder at once; those with which it fails are lost. Returns, or
+        raises, when none of them is under way."""
+
+        def attempt(rank: int) -> None:
+            try:
+                act(rank)
+            except LOST as fault:
+                self._lose(rank, fault)
+            except BaseException:  # the call fails with it: no other holder is waited for
+                if not self._alone:
+                    hurry()
+                raise
+
+        def hurry() -> None:
+            for deadline in (self._deadline, self._offers_due):
+                deadline.hasten(0.0)
+
+        if self._alone:
+            attempt(*ranks)
+        else:
+            hurried(partial(run_on_threads, ranks, lambda: attempt, len(ranks)), hurry)
+
+    def _lose(self, rank: int, fault: RelayError) -> None:
+        """A holder is lost; the machine decides what that means."""
+        self._machine.lose(rank, fault)
+        if self._alone:
+            return
+        fault.rank = rank
+        if rank in self._holders:
+            self._holders[rank].talk.send(last_message(fault, torn=False))
+            self._holders[rank].close()
 
 
-def _prepared(into: object) -> object:
+def _inspected(into: object) -> object:
     """What can be found out about a destination before a state is offered."""
     if into is None:
         return None
     try:
         return Destination(into)
     except Exception:
-        return into  # raised again when a state is offered for it, so that the sender hears of it
+        return into  # raised again when a state is offered for it, so that the sender receives it

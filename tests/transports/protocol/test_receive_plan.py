@@ -20,6 +20,7 @@ from tests.support.rounds import rounds
 from torchrelay.errors import ManifestError, MismatchError, RelayError
 from torchrelay.geometry.boxes import Box, run_of
 from torchrelay.geometry.shards import MeshCut, pieces_on_mesh
+from torchrelay.landing.commit.landing import Landed
 from torchrelay.landing.land import land
 from torchrelay.landing.options import LandingOptions
 from torchrelay.plan.snapshot import Snapshot, SnapshotPart, capture
@@ -29,10 +30,10 @@ from torchrelay.record import manifest as m
 from torchrelay.record.encoding import decode
 from torchrelay.record.meshes import mesh_of
 from torchrelay.record.rank_reads import MAX_CHUNKS, Reads, decode_reads, encode_reads
-from torchrelay.resharding.plan import GatherPlan, PartReads
 from torchrelay.state import tensors as t
 from torchrelay.state.local_parts import cut
 from torchrelay.state.meshes import described_mesh
+from torchrelay.transports.protocol.receive_plan import HolderReads, ReceivePlan
 
 SEED = 20261117
 
@@ -68,6 +69,12 @@ def shard(dim: int) -> m.Placement:
 COPY = m.Placement("replicate")
 
 
+def finished(plan: ReceivePlan) -> Landed:
+    """The state, when all reads are here."""
+    plan.make()
+    return plan.commit()
+
+
 class Ranks:
     """Snapshots of several ranks, and their records as another process decodes them."""
 
@@ -76,15 +83,15 @@ class Ranks:
         self.records = {n: decode(x.encoded()) for n, x in self.snapshots.items()}
         self.served: dict[int, int] = {}
 
-    def plan(self, into: Any = None, **options: Any) -> GatherPlan:
-        return GatherPlan(self.records, into, LandingOptions(**options))
+    def plan(self, into: Any = None, **options: Any) -> ReceivePlan:
+        return ReceivePlan(self.records, into, LandingOptions(**options))
 
-    def fetch(self, rank: int, part: PartReads, *, by_address: bool = False) -> None:
+    def fetch(self, rank: int, part: HolderReads, *, by_address: bool = False) -> None:
         """What a transport does, in chunks or by address."""
         snapshot = self.snapshots[rank]
         asked = decode_reads(encode_reads(part.asked), snapshot.record)
         given = SnapshotPart(snapshot, asked)
-        assert given.chunks.sizes == part.chunks.sizes
+        assert given.chunks.sizes == part.target.chunks.sizes
         if by_address:
             everything = torch.zeros(given.chunks.stream_bytes, dtype=torch.uint8)
             given.stream.read(0, given.chunks.stream_bytes, everything)
@@ -98,13 +105,13 @@ class Ranks:
                 given.read(index, chunk)
                 assert view is None or torch.equal(view, chunk)
                 part.target.write(index, chunk)
-        self.served[rank] = self.served.get(rank, 0) + part.chunks.nbytes
+        self.served[rank] = self.served.get(rank, 0) + part.target.chunks.nbytes
 
     def gather(self, into: Any = None, *, by_address: bool = False, **options: Any) -> Any:
         plan = self.plan(into, **options)
-        for rank, part in plan.parts.items():
+        for rank, part in plan.reads.items():
             self.fetch(rank, part, by_address=by_address)
-        return plan.commit().state
+        return finished(plan).state
 
 
 # Plain states
@@ -342,13 +349,13 @@ UPPER, LOWER = ((0, 0), (2, 4)), ((2, 0), (2, 4))
 
 def test_boxes_that_several_ranks_have_are_shared_out() -> None:
     records = {rank: rank_record([UPPER, LOWER]) for rank in (5, 9)}
-    parts = GatherPlan(records).parts
-    assert {rank: part.chunks.nbytes for rank, part in parts.items()} == {5: 32, 9: 32}
+    parts = ReceivePlan(records).reads
+    assert {rank: part.target.chunks.nbytes for rank, part in parts.items()} == {5: 32, 9: 32}
 
 
 def test_a_rank_with_all_of_a_tensor_is_asked_for_it() -> None:
     whole = ((0, 0), (4, 4))
-    parts = GatherPlan({0: rank_record([UPPER]), 1: rank_record([whole])}).parts
+    parts = ReceivePlan({0: rank_record([UPPER]), 1: rank_record([whole])}).reads
     assert list(parts) == [1]
 
 
@@ -363,7 +370,7 @@ def test_a_rank_with_all_of_a_tensor_is_asked_for_it() -> None:
 )
 def test_parts_that_make_no_whole_are_refused(second: Any, words: str) -> None:
     with pytest.raises(MismatchError, match=words) as caught:
-        GatherPlan({0: rank_record([UPPER]), 1: second})
+        ReceivePlan({0: rank_record([UPPER]), 1: second})
     assert caught.value.path == "['w']"
 
 
@@ -396,16 +403,16 @@ def replicated(count: int = 4) -> tuple[torch.Tensor, Ranks]:
 def test_a_replica_gives_what_a_lost_rank_was_to(lost: int) -> None:
     whole, ranks = replicated()
     plan = ranks.plan()
-    assert set(plan.parts) == {0, 1, 2, 3}
-    for rank, part in plan.parts.items():
+    assert set(plan.reads) == {0, 1, 2, 3}
+    for rank, part in plan.reads.items():
         if rank != lost:
             ranks.fetch(rank, part)
     before = dict(ranks.served)
     again = plan.without([lost])
-    assert again is plan and set(again.parts) == {(lost + 2) % 4}
-    for rank, part in again.parts.items():
+    assert again is plan and set(again.reads) == {(lost + 2) % 4}
+    for rank, part in again.reads.items():
         ranks.fetch(rank, part)
-    got: Any = again.commit().state
+    got: Any = finished(again).state
     assert all(torch.equal(x, whole + k) for k, x in enumerate(got["w"])) and got["n"] == 0
     assert sum(ranks.served.values()) - sum(before.values()) < sum(before.values())
 
@@ -414,12 +421,12 @@ def test_values_are_those_of_one_rank_also_if_the_first_is_lost() -> None:
     whole, ranks = replicated()
     plan = ranks.plan()
     for rank in (1, 2, 3):
-        ranks.fetch(rank, plan.parts[rank])
+        ranks.fetch(rank, plan.reads[rank])
     again = plan.without([0])
     assert again is not plan
-    for rank, part in again.parts.items():
+    for rank, part in again.reads.items():
         ranks.fetch(rank, part)
-    got: Any = again.commit().state
+    got: Any = finished(again).state
     assert got["n"] == 1 and all(torch.equal(x, whole + k) for k, x in enumerate(got["w"]))
 
 
@@ -564,11 +571,11 @@ def test_mutants_of_a_rank_are_refused_or_can_be_gathered() -> None:
             continue
         into = {"w": torch.zeros(6, 4), "n": 0, "x": torch.zeros(3)} if number % 2 else None
         try:
-            plan = GatherPlan({0: ranks.records[0], 1: record}, into, LandingOptions(strict=False))
-            for part in plan.parts.values():
-                for index, size in enumerate(part.chunks.sizes):
+            plan = ReceivePlan({0: ranks.records[0], 1: record}, into, LandingOptions(strict=False))
+            for part in plan.reads.values():
+                for index, size in enumerate(part.target.chunks.sizes):
                     part.target.write(index, torch.zeros(size, dtype=torch.uint8))
-            plan.commit()
+            finished(plan)
             gathered += 1
         except RelayError:
             continue
@@ -617,14 +624,15 @@ def test_a_gather_of_many_tensors_costs_no_more_than_three_receives(in_place: bo
 
     def receive() -> None:
         landing = land(record, None if into is None else Destination(into))
+        landing.target()
         landing.commit()
 
     def gather() -> None:
-        plan = GatherPlan({0: record}, None if into is None else Destination(into))
-        for part in plan.parts.values():
+        plan = ReceivePlan({0: record}, None if into is None else Destination(into))
+        for part in plan.reads.values():
             asked = decode_reads(encode_reads(part.asked), snapshot.record)
             SnapshotPart(snapshot, asked)
-        plan.commit()
+        finished(plan)
 
     plain, gathered = best(receive), best(gather)
     print(f"receive {plain * 1e3:.0f} ms, gather {gathered * 1e3:.0f} ms")

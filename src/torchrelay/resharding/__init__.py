@@ -1,1 +1,0 @@
-"""A state whose parts are on several live ranks: put together, planned, fetched, resharded."""
