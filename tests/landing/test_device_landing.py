@@ -98,7 +98,7 @@ def test_nothing_is_written_before_the_commit_and_everything_by_it(
     request.getfixturevalue("on_device")
     into, means = made(2), ByAddress(able)
     landing = land(snapshot.record, into, workspace=means)
-    places = landing.target().places
+    places = landing.target().stream
     if by == "places":
         for there in (places.device, places.host):
             copy_one_by_one(moves(snapshot.stream.host, there))
@@ -115,7 +115,7 @@ def test_nothing_is_written_before_the_commit_and_everything_by_it(
 def test_every_byte_has_a_place_of_its_own_that_is_not_the_callers(on_device: None) -> None:
     into = made(2)
     snapshot, _ = sent(1)
-    places = land(snapshot.record, into, workspace=ByAddress()).target().places
+    places = land(snapshot.record, into, workspace=ByAddress()).target().stream
     mine = [(leaf.data_ptr(), leaf.nbytes) for leaf in flat(into) if isinstance(leaf, torch.Tensor)]
     rows = sorted(
         (int(low), int(low) + int(stop - start))
@@ -163,7 +163,7 @@ def test_views_of_one_image_may_go_to_plain_and_to_strided_tensors(
 
 def test_device_memory_takes_the_bytes_of_tensors_and_no_padding(on_device: None) -> None:
     snapshot, _ = sent(1)
-    places = land(snapshot.record, made(2), workspace=ByAddress()).target().places
+    places = land(snapshot.record, made(2), workspace=ByAddress()).target().stream
     # What a sender exports has no padding: a chunk is copied on the device if both are the same.
     exported = snapshot.stream.device
     assert len(exported.starts)
@@ -186,7 +186,7 @@ def test_tied_tensors_are_held_on_their_device(
     ]
     for snapshot, into, state in zip(snapshots, intos, states, strict=True):
         landing = land(snapshot.record, into, LandingOptions(atomic=atomic), ByAddress())
-        assert landing.target().on_device and not len(landing.target().places.host.starts)
+        assert landing.target().on_device and not len(landing.target().stream.host.starts)
         write_all(snapshot, landing)
         landing.commit()
         assert same(into, state)

@@ -62,9 +62,9 @@ class Fitting:
                 self.values[here] = index, path
         writes = [
             (path, write)
-            for path, held in into.objects.items()
-            if isinstance(held.object, InPlaceObject)
-            for write in held.object.own_writes()
+            for path, stateful in into.objects.items()
+            if isinstance(stateful.object, InPlaceObject)
+            for write in stateful.object.own_writes()
             if write.memory.numel()
         ]
         check_ties(plain, fits, writes, chunks, self._path_of)
@@ -157,7 +157,7 @@ def split(
     """The plain tensors that take bytes as they are, as pieces whose memory are the local tensors
     of the destination; and the pairs that are left to be fitted one by one.
 
-    Offered: leaf 0 (float32, 4), leaf 1 (a list of bytes), leaf 2 (float32, 2 x 2, transposed). The
+    Offered: leaf 0 (float32, 4), leaf 1 (a plain value), leaf 2 (float32, 2 x 2, transposed). The
     destination has a plain tensor for each of them. Leaf 0 fits as it is; leaf 2 has other strides
     in its image, so it is left over, with leaf 1:
 

@@ -1,6 +1,6 @@
 """New leaves: all of a state, what a destination lacks, or what its objects are given.
 
-Their memory becomes the caller's, and bytes that arrive go straight to it. Each has a storage of
+Their memory becomes the caller's, and bytes that arrive are written to it. Each has a storage of
 its own, unless they shared one where they come from: keeping one of them never keeps the memory of
 another.
 """
@@ -195,11 +195,11 @@ class NewLeaves:
         owner = self._owners[images]
         if not len(rows.leaves):
             return owner
-        straight = np.array([kind.strides is None for kind in record.image_kinds], bool)
+        row_major = np.array([kind.strides is None for kind in record.image_kinds], bool)
         row = np.maximum(owner, 0)
         kinds, stored = rows.kinds[row], record.image_kind[images]
-        fine = (owner >= 0) & alone & rows.is_image[row] & straight[stored]
-        return np.where(fine, kinds * len(straight) + stored, _NONE)
+        fine = (owner >= 0) & alone & rows.is_image[row] & row_major[stored]
+        return np.where(fine, kinds * len(row_major) + stored, _NONE)
 
     @cached_property
     def _owners(self) -> Numbers:

@@ -31,6 +31,6 @@ def unpack(data: bytes) -> object:
     if len(body) != landing.chunks.stream_bytes:
         raise ManifestError(f"{len(body)} bytes for a state of {landing.chunks.stream_bytes}")
     if body:
-        places = landing.target().places
-        places.write(0, len(body), torch.frombuffer(bytearray(body), dtype=torch.uint8))
+        stream = landing.target().stream
+        stream.write(0, len(body), torch.frombuffer(bytearray(body), dtype=torch.uint8))
     return landing.commit().state

@@ -63,10 +63,10 @@ def paired(catalog: Catalog, into: Destination, options: LandingOptions) -> Pair
     tree, strict, choice = catalog.tree, options.strict, catalog.selection
     checked = _checked_in_place(catalog, into.objects, strict=strict)
     with with_hints(checked, into.flat.tree):
-        roots = [path for path, held in into.objects.items() if not held.in_place]
+        roots = [path for path, stateful in into.objects.items() if not stateful.in_place]
         if checked is tree and not roots and choice.plain and tree == into.flat.tree:
             return Pairing(into, Matched([], into.flat.tree))
-        modules = [path for path, held in into.objects.items() if held.in_place]
+        modules = [path for path, stateful in into.objects.items() if stateful.in_place]
         checked = without_wrappers(checked, into.flat.tree, modules)
         pairing = _matched(checked, into, roots, choice, strict=strict)
     for path, branch in pairing.branches.items():
@@ -118,14 +118,14 @@ def _add_objects(pairing: Pairing, options: LandingOptions) -> None:
     into, leaves = pairing.into, pairing.into.flat.leaves
     here = dict(slots(into.flat.tree)) if pairing.branches else {}
     for root, branch in pairing.branches.items():
-        held = into.objects[root]
-        parameters = parameters_of(held.object)
+        stateful = into.objects[root]
+        parameters = parameters_of(stateful.object)
         for below, index in slots(branch):
             path = (*root, *below)
             mine = leaves[here[path]] if path in here else None
             if t.is_sharded(mine) or (
                 not options.atomic
-                and not held.in_module
+                and not stateful.in_module
                 and isinstance(mine, (torch.Tensor, np.ndarray))
             ):
                 pairing.in_objects.append((index, path, here[path]))
@@ -134,7 +134,7 @@ def _add_objects(pairing: Pairing, options: LandingOptions) -> None:
                     raise MismatchError(
                         f"the destination cannot be written: {why}", path=show(path)
                     )
-                fits = isinstance(held.object, torch.optim.Optimizer)
+                fits = isinstance(stateful.object, torch.optim.Optimizer)
                 pairing.for_objects.append(ObjectLeaf(index, path, mine, fits))
             else:
                 parameter = parameter_of(parameters, below)
@@ -191,13 +191,13 @@ def _checked_in_place(catalog: Catalog, objects: Objects, *, strict: bool) -> m.
     """The offered tree without the names that objects leave out. `MismatchError` where one refuses
     what is offered for it."""
     tree, choice = catalog.tree, catalog.selection
-    for path, held in objects.items():
-        if not isinstance(held.object, InPlaceObject):
+    for path, stateful in objects.items():
+        if not isinstance(stateful.object, InPlaceObject):
             continue
         branch = subtree(tree, path)
         if not isinstance(branch, m.DictNode):
             branch = m.DictNode("dict", (), ())
-        names = [text_of(key_of(branch, place)) for place in range(len(branch.items))]
+        names = [text_of(key_of(branch, number)) for number in range(len(branch.items))]
         offered = {
             name: catalog.tensor_of(item) if isinstance(item, int) else None
             for name, item in zip(names, branch.items, strict=True)
@@ -207,8 +207,8 @@ def _checked_in_place(catalog: Catalog, objects: Objects, *, strict: bool) -> m.
             return choice.takes((*at, name))
 
         # Ranks whose trees differ may each have their own part of the names.
-        left_out = set(held.object.check(offered, wanted, strict=strict and choice.exact))
-        kept = [place for place, name in enumerate(names) if name not in left_out]
+        left_out = set(stateful.object.check(offered, wanted, strict=strict and choice.exact))
+        kept = [number for number, name in enumerate(names) if name not in left_out]
         if len(kept) < len(names):
             keys, items = (tuple([some[n] for n in kept]) for some in (branch.keys, branch.items))
             tree = grafted(tree, {path: replace(branch, keys=keys, items=items)})

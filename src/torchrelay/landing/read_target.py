@@ -36,19 +36,19 @@ class Writes:
 
 class ReadTarget:
     """The chunks that are read of one holder, and the pieces that they fill. Bytes come by `write`,
-    or the transport writes them to `places` itself, after it has called `begin`."""
+    or the transport writes them to `stream` itself, after it has called `begin`."""
 
     def __init__(self, chunks: Chunks, pieces: Pieces, writes: Writes, copy: Copy) -> None:
         self.chunks, self._writes, self._copy = chunks, writes, copy
-        self.places = Stream.of((), chunks.stream_bytes, pieces=pieces)
+        self.stream = Stream.of((), chunks.stream_bytes, pieces=pieces)
 
     @property
     def on_device(self) -> bool:
         """Whether any of it goes to a device."""
-        return bool(len(self.places.device.starts))
+        return bool(len(self.stream.device.starts))
 
     def begin(self) -> None:
-        """Bytes are about to be written to `places`."""
+        """Bytes are about to be written to `stream`."""
         self._writes.begin()
 
     def write(self, index: int, data: torch.Tensor) -> None:
@@ -58,7 +58,7 @@ class ReadTarget:
         """
         begin = self.chunks.offsets[index]
         self.begin()
-        self.places.write(begin, begin + self.chunks.sizes[index], data, self._copy)
+        self.stream.write(begin, begin + self.chunks.sizes[index], data, self._copy)
 
 
 def chunks_of(record: Record) -> Chunks:

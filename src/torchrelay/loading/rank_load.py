@@ -94,8 +94,8 @@ class RankLoad:
 
     def _shards(self, reads: BoxReads) -> Iterator[tuple[int, Shard, Cut]]:
         """The image that each read fills, the box that is read, and what of it."""
-        places = (self._record.box_volumes[reads.boxes], self._record.box_starts[reads.boxes])
-        columns = (column.tolist() for column in (reads.share, reads.cut, *places))
+        lies = (self._record.box_volumes[reads.boxes], self._record.box_starts[reads.boxes])
+        columns = (column.tolist() for column in (reads.share, reads.cut, *lies))
         for image, number, volume, start in zip(*columns, strict=True):
             found = reads.cuts[number]
             yield image, Shard(found.box[0], found.box[1], volume, start), found
@@ -136,10 +136,10 @@ class RankLoad:
             boxes.append(BoxRead(kind.dtype, shard, *part.part, to))
         if not self._step.on_gpus:
             return waves(boxes, direct)
-        near = [read for read in boxes if read.destination.is_cuda]
+        on_device = [read for read in boxes if read.destination.is_cuda]
         others = [read for read in boxes if not read.destination.is_cuda]
-        copies = DeviceCopies(self._step, record, near, self._progress)
-        return [*([Wave(fetch=copies)] if near else []), *waves(others, direct)]
+        copies = DeviceCopies(self._step, record, on_device, self._progress)
+        return [*([Wave(fetch=copies)] if on_device else []), *waves(others, direct)]
 
     def _name(self, image: int) -> str:
         return str(Names(self._record)[int(self._share.sources[image])])

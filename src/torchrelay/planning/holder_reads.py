@@ -39,8 +39,8 @@ class RankReads(NamedTuple):
     def some(self, rows: Numbers) -> RankReads:
         return RankReads(self.images[rows], self.filling.some(rows))
 
-    def asked(self, chunk_bytes: int) -> Reads:
-        """As the rank is asked for them: images as they lie, or the elements of boxes of them."""
+    def request(self, chunk_bytes: int) -> Reads:
+        """The request for them: images as they lie, or the elements of boxes of them."""
         filling = self.filling
         partial = np.array([one.part[1] != one.box[1] for one in filling.cuts], bool)
         scattered = (filling.start == SCATTERED) | (filling.at == SCATTERED)
@@ -62,8 +62,8 @@ class _SharedBox(NamedTuple):
 
 
 class GatherReads:
-    """The reads that fill some images of a share, `only` these; `by_rank` has them by the place of
-    the rank. `lost` has the places of ranks that are not asked.
+    """The reads that fill some images of a share, `only` these; `by_rank` has them by the index of
+    the rank. `lost` has the ranks of ranks that are lost.
 
     `MismatchError` names a tensor that the ranks do not have all of.
     """
@@ -73,11 +73,11 @@ class GatherReads:
     ) -> None:
         self._share, self._union, self._lost = share, union, list(lost)
         self._comparisons = Comparisons()
-        places, table = union.boxes.places, ReadTable()
+        ranks, table = union.boxes.ranks, ReadTable()
         loads: Numbers = np.zeros(len(union.joined.ranks), np.int64)  # bytes of each rank
 
         def add(box: _SharedBox, holders: Numbers) -> None:
-            np.add.at(loads, places[holders], box.overlap.nbytes)
+            np.add.at(loads, ranks[holders], box.overlap.nbytes)
             table.add(holders, box.images, box.overlap)
 
         several: list[_SharedBox] = []
@@ -89,7 +89,7 @@ class GatherReads:
                     add(box, box.holders[:, 0])
         # Large boxes are given first, each to the rank that has least to send.
         for box in sorted(several, key=lambda found: -found.overlap.nbytes):
-            theirs = loads[places[box.holders[0]]]
+            theirs = loads[ranks[box.holders[0]]]
             counts = _shared_out(len(box.images), box.overlap.nbytes, theirs)
             column = np.repeat(np.arange(len(counts)), counts)
             add(box, box.holders[np.arange(len(column)), column])
@@ -100,12 +100,12 @@ class GatherReads:
         the rank next to each other."""
         found: dict[int, RankReads] = {}
         boxes = self._union.boxes
-        places, images = boxes.places[reads.boxes], boxes.sources[reads.boxes]
-        for place in np.unique(places).tolist():
-            mine = np.flatnonzero(places == place)
-            devices = self._union.joined.rows[place].record.image_devices[images[mine]]
+        ranks, images = boxes.ranks[reads.boxes], boxes.sources[reads.boxes]
+        for index in np.unique(ranks).tolist():
+            mine = np.flatnonzero(ranks == index)
+            devices = self._union.joined.rows[index].record.image_devices[images[mine]]
             mine = mine[np.lexsort((reads.at[mine], reads.share[mine], devices))]
-            found[place] = RankReads(images[mine], reads.some(mine))
+            found[index] = RankReads(images[mine], reads.some(mine))
         return found
 
     def _alike(self, images: Numbers) -> Iterator[tuple[Numbers, Numbers]]:
@@ -113,26 +113,26 @@ class GatherReads:
         the union's boxes that have it: a row for each image, a column for each rank.
 
         Images 0, 1 and 2 of the share are tensors `a`, `b` and `n` of the union. Places 0 and 1
-        have half of `a` and of `b` each; place 0 alone has `n`. The union's boxes are in the order
+        have half of `a` and of `b` each; index 0 alone has `n`. The union's boxes are in the order
         of its images:
 
             row     0         1         2         3         4
             image   a         a         b         b         n
-            place   0         1         0         1         0
+            index   0         1         0         1         0
             kind    upper     lower     upper     lower     whole
 
-        With two rows each, `a` and `b` have the same places and kinds: `[0, 1], [[0, 1], [2, 3]]`.
+        With two rows each, `a` and `b` have the same ranks and kinds: `[0, 1], [[0, 1], [2, 3]]`.
         `n` has one row: `[2], [[4]]`.
         """
         boxes, sources = self._union.boxes, self._share.sources[images]
-        there = np.flatnonzero(~np.isin(boxes.places, self._lost))
+        there = np.flatnonzero(~np.isin(boxes.ranks, self._lost))
         counts = np.bincount(boxes.images[there], minlength=self._union.record.images)
         first, counts = (np.cumsum(counts) - counts)[sources], counts[sources]
         for count in np.flatnonzero(np.bincount(counts)).tolist():
             some = np.flatnonzero(counts == count)
             holders = there[first[some, None] + np.arange(count)]
             kinds = self._share.record.image_kind[images[some], None]
-            for rows in equal_rows(np.hstack([kinds, boxes.places[holders], boxes.kinds[holders]])):
+            for rows in equal_rows(np.hstack([kinds, boxes.ranks[holders], boxes.kinds[holders]])):
                 yield images[some[rows]], holders[rows]
 
     def _shared(self, images: Numbers, holders: Numbers) -> Iterator[_SharedBox]:
@@ -167,7 +167,7 @@ class GatherReads:
         if elements >= prod(shape):
             raise MismatchError("ranks have overlapping parts of it", path=path)
         ranks = enumerate(union.joined.ranks)
-        left = [str(rank) for place, rank in ranks if place not in self._lost]
+        left = [str(rank) for index, rank in ranks if index not in self._lost]
         raise MismatchError(
             f"ranks {', '.join(left)} have {elements} of its {prod(shape)} elements: "
             "name every rank that has a part of it as a source",

@@ -31,8 +31,8 @@ _encode = msgspec.msgpack.Encoder().encode
 _DISTRIBUTED = (m.DTensorLeaf, m.ShardedLeaf)
 
 
-class Home(NamedTuple):
-    """Ranks with one tree, by their places. The first of them has the leaves that are not
+class TreeGroup(NamedTuple):
+    """Ranks with one tree, by their indices. The first of them has the leaves that are not
     distributed. In the union its leaves are counted from `shift` on, its images from `image` on."""
 
     members: list[int]
@@ -48,39 +48,39 @@ class JoinedTrees:
         self.ranks = list(records)
         self.records = list(records.values())
         self.rows = [LeafRows(record) for record in self.records]
-        self.homes: list[Home] = []
+        self.groups: list[TreeGroup] = []
         self.leaves = self.images = 0
-        for place, rows in enumerate(self.rows):
-            home = next((one for one in self.homes if self.first(one).tree == rows.tree), None)
-            if home is None:
-                self.homes.append(Home([place], self.leaves, self.images))
+        for index, rows in enumerate(self.rows):
+            group = next((one for one in self.groups if self.first(one).tree == rows.tree), None)
+            if group is None:
+                self.groups.append(TreeGroup([index], self.leaves, self.images))
                 self.leaves += len(rows)
                 self.images += rows.record.images
             else:
-                home.members.append(place)
+                group.members.append(index)
 
     @property
     def first_ranks(self) -> set[int]:
         """The ranks whose values and plain tensors count."""
-        return {self.ranks[home.members[0]] for home in self.homes}
+        return {self.ranks[group.members[0]] for group in self.groups}
 
-    def first(self, home: Home) -> LeafRows:
-        """The leaves of the first rank of a home."""
-        return self.rows[home.members[0]]
+    def first(self, group: TreeGroup) -> LeafRows:
+        """The leaves of the first rank of a group."""
+        return self.rows[group.members[0]]
 
     @cached_property
     def _paths(self) -> list[LeafPaths]:
-        return [LeafPaths(self.first(home).tree) for home in self.homes]
+        return [LeafPaths(self.first(group).tree) for group in self.groups]
 
     def path(self, leaf: int) -> str:
         """The path of a leaf, for a message."""
-        number = max(n for n, home in enumerate(self.homes) if home.shift <= leaf)
-        return show(self._paths[number][leaf - self.homes[number].shift])
+        number = max(n for n, group in enumerate(self.groups) if group.shift <= leaf)
+        return show(self._paths[number][leaf - self.groups[number].shift])
 
-    def path_key(self, home: int, leaf: int) -> bytes:
+    def path_key(self, group: int, leaf: int) -> bytes:
         """The path of a leaf, the same as of another tree's leaf at that path. Spelled as bytes: a
         peer's keys may hash alike."""
-        steps = self._paths[home][leaf - self.homes[home].shift]
+        steps = self._paths[group][leaf - self.groups[group].shift]
         return _encode([encode_key(key) for key in steps])
 
 
@@ -96,10 +96,10 @@ class Tensor(NamedTuple):
 
 class Boxes(NamedTuple):
     """What ranks have of the images of a union, in columns and in the order of those images: the
-    place of the rank, the image of its record, and the kind of that."""
+    index of the rank, the image of its record, and the kind of that."""
 
     images: Numbers
-    places: Numbers
+    ranks: Numbers
     sources: Numbers
     kinds: Numbers
 
@@ -123,27 +123,27 @@ class Union:
         self.box_kinds = self._box_kinds.found
         self._by_path: dict[bytes, int] = {}
         self._columns: list[tuple[Numbers, ...]] = []
-        for number, home in enumerate(joined.homes):
-            first, is_first = joined.first(home), _distributed(joined.first(home))
+        for number, group in enumerate(joined.groups):
+            first, is_first = joined.first(group), _distributed(joined.first(group))
             every = np.arange(first.record.images)
             kinds_of = self._image_kinds_of(first.record)
-            self._add(home.image + every, home.members[0], every, kinds_of)
-            for place in home.members:
-                rows = joined.rows[place]
+            self._add(group.image + every, group.members[0], every, kinds_of)
+            for index in group.members:
+                rows = joined.rows[index]
                 for leaf in np.flatnonzero(_distributed(rows) & ~is_first).tolist():
-                    rank = joined.ranks[place]
+                    rank = joined.ranks[index]
                     raise MismatchError(
                         f"rank {rank} has it as a distributed tensor, and the first rank has not",
                         rank=rank,
-                        path=joined.path(home.shift + leaf),
+                        path=joined.path(group.shift + leaf),
                     )
-                self._add_rows(place, number)
-                self._add_others(place, number)
+                self._add_rows(index, number)
+                self._add_others(index, number)
         columns = [np.concatenate(some) for some in zip(*self._columns, strict=True)]
         order = np.argsort(columns[0], kind="stable")
         self.boxes = Boxes(*(column[order] for column in columns))
         kinds = KindTable()
-        outlines = tuple([self._outline(home, kinds) for home in joined.homes])
+        outlines = tuple([self._outline(group, kinds) for group in joined.groups])
         self.record = kinds.record(
             outlines,
             self._image_kinds(kinds),
@@ -161,16 +161,16 @@ class Union:
         """The kind of each image of a rank's record."""
         return self._box_kinds.numbers(record.image_kinds)[record.image_kind]
 
-    def _add_rows(self, place: int, home: int) -> None:
+    def _add_rows(self, index: int, group: int) -> None:
         """The boxes of one rank of tensors that are rows of its record.
 
-        The rank at place 1 has the lower half of `w` (8 x 4) as leaf 0, and leaf 1 is tied to it:
+        The rank with index 1 has the lower half of `w` (8 x 4) as leaf 0, and leaf 1 is tied to it:
         both are of image 0 of its record. They are one tensor of the union. It has a box of that:
 
             tensor 0: float32, (8, 4), leaf 0       _tensor_of: [0, 0]
-            box: image joined.images + 0, place 1, source 0, of kind ((4, 0), (4, 4))
+            box: image joined.images + 0, index 1, source 0, of kind ((4, 0), (4, 4))
         """
-        rows, shift = self.joined.rows[place], self.joined.homes[home].shift
+        rows, shift = self.joined.rows[index], self.joined.groups[group].shift
         record = rows.record
         partial = [
             isinstance(how, MeshSharding) and _any_partial(how.placements)
@@ -185,19 +185,19 @@ class Union:
             if tensor == NONE:
                 if image not in tied:
                     facts = kind.dtype, kind.shape, partial[kind.sharding]
-                    tied[image] = self._tensor(home, leaf, *facts)
+                    tied[image] = self._tensor(group, leaf, *facts)
                 tensor = self._tensor_of[leaf] = tied[image]
-            self._check(self.tensors[tensor], place, kind.dtype, kind.shape)
+            self._check(self.tensors[tensor], index, kind.dtype, kind.shape)
             images.setdefault(tensor, image)
         tensors, sources = (np.array([*some], np.int64) for some in (images, images.values()))
         kinds = self._image_kinds_of(record)
-        self._add(self.joined.images + tensors, place, sources, kinds[sources])
+        self._add(self.joined.images + tensors, index, sources, kinds[sources])
 
-    def _add_others(self, place: int, home: int) -> None:
+    def _add_others(self, index: int, group: int) -> None:
         """The boxes of one rank of tensors that are records of their own."""
-        joined, shift = self.joined, self.joined.homes[home].shift
-        record = joined.rows[place].record
-        for leaf, found in joined.rows[place].others.items():
+        joined, shift = self.joined, self.joined.groups[group].shift
+        record = joined.rows[index].record
+        for leaf, found in joined.rows[index].others.items():
             boxes: list[tuple[m.TensorLeaf, Box | None]]
             if isinstance(found, m.DTensorLeaf):
                 dtype, partial = found.local.dtype, _any_partial(found.placements)
@@ -210,9 +210,9 @@ class Union:
                 continue
             tensor = int(self._tensor_of[shift + leaf])
             if tensor == NONE:
-                tensor = self._tensor(home, shift + leaf, dtype, found.shape, partial)
+                tensor = self._tensor(group, shift + leaf, dtype, found.shape, partial)
                 self._tensor_of[shift + leaf] = tensor
-            self._check(self.tensors[tensor], place, dtype, found.shape)
+            self._check(self.tensors[tensor], index, dtype, found.shape)
             for part, box in boxes:
                 if part.storage < 0:
                     continue
@@ -222,29 +222,29 @@ class Union:
                         "the part of a distributed tensor on this rank is not a box of it, and "
                         "cannot be resharded: send a copy that shares no memory with other leaves; "
                         "redistribute a tensor with strided shards first",
-                        rank=joined.ranks[place],
+                        rank=joined.ranks[index],
                         path=joined.path(shift + leaf),
                     )
                 kind = self._box_kinds.number(ImageKind.of_boxes(dtype, found.shape, [box]))
-                self._add(joined.images + tensor, place, part.storage, kind)
+                self._add(joined.images + tensor, index, part.storage, kind)
 
     def _tensor(
-        self, home: int, leaf: int, dtype: str, shape: tuple[int, ...], partial: bool
+        self, group: int, leaf: int, dtype: str, shape: tuple[int, ...], partial: bool
     ) -> int:
         """The number of a tensor; trees that differ are joined by paths."""
         number = len(self.tensors)
-        if len(self.joined.homes) > 1:
-            key = self.joined.path_key(home, leaf)
+        if len(self.joined.groups) > 1:
+            key = self.joined.path_key(group, leaf)
             number = self._by_path.setdefault(key, number)
         if number == len(self.tensors):
             self.tensors.append(Tensor(dtype, shape, leaf, partial))
         return number
 
-    def _check(self, known: Tensor, place: int, dtype: str, shape: tuple[int, ...]) -> None:
+    def _check(self, known: Tensor, index: int, dtype: str, shape: tuple[int, ...]) -> None:
         """`MismatchError` where a rank has a tensor as something else than another rank."""
         if known.dtype == dtype and known.shape == shape:
             return
-        rank = self.joined.ranks[place]
+        rank = self.joined.ranks[index]
         raise MismatchError(
             f"rank {rank} has it as {dtype} of shape {shape}, another rank as {known.dtype} of "
             f"shape {known.shape}",
@@ -256,29 +256,29 @@ class Union:
 
     def _image_kinds(self, kinds: KindTable) -> Numbers:
         found = []
-        for home in self.joined.homes:
-            record = self.joined.first(home).record
+        for group in self.joined.groups:
+            record = self.joined.first(group).record
             bare = [kind.without_boxes for kind in record.image_kinds]
             found.append(kinds.images.numbers(bare)[record.image_kind])
         tensors = [ImageKind(one.dtype, one.shape, None, 0) for one in self.tensors]
         found.append(kinds.images.numbers(tensors))
         return np.concatenate(found)
 
-    def _outline(self, home: Home, kinds: KindTable) -> StateOutline:
-        """The outline of the first rank of a home; distributed tensors are whole."""
-        rows = self.joined.first(home)
-        tensors = self._tensor_of[home.shift + rows.leaves]
-        images = np.where(tensors >= 0, self.joined.images + tensors, home.image + rows.images)
+    def _outline(self, group: TreeGroup, kinds: KindTable) -> StateOutline:
+        """The outline of the first rank of a group; distributed tensors are whole."""
+        rows = self.joined.first(group)
+        tensors = self._tensor_of[group.shift + rows.leaves]
+        images = np.where(tensors >= 0, self.joined.images + tensors, group.image + rows.images)
         kind_of = whole_kinds(rows.record, kinds)[rows.kinds]
         found = OutlineBuilder()
         found.add_rows(TensorRows(rows.leaves, kind_of, images, rows.offsets))
         for leaf, other in rows.others.items():
-            found.add(leaf, self._moved(home, leaf, other))
+            found.add(leaf, self._moved(group, leaf, other))
         return found.build(rows.tree, len(rows))
 
-    def _moved(self, home: Home, leaf: int, found: m.Leaf) -> m.Leaf:
+    def _moved(self, group: TreeGroup, leaf: int, found: m.Leaf) -> m.Leaf:
         """A leaf that is not a row, over the images of the union."""
-        tensor = int(self._tensor_of[home.shift + leaf])
+        tensor = int(self._tensor_of[group.shift + leaf])
         if tensor >= 0:
             assert isinstance(found, (m.DTensorLeaf, m.ShardedLeaf))
             facts, flags = self.tensors[tensor], found.flags
@@ -286,7 +286,7 @@ class Union:
             if isinstance(found, m.DTensorLeaf) and found.local.flags & m.META:
                 image, flags = NONE, flags | m.META
             return m.TensorLeaf(facts.dtype, facts.shape, None, image, 0, flags)
-        return m.with_parts(found, lambda part: replace(part, storage=home.image + part.storage))
+        return m.with_parts(found, lambda part: replace(part, storage=group.image + part.storage))
 
     def path(self, image: int) -> str:
         """The path of a distributed tensor, for a message."""

@@ -89,13 +89,13 @@ class Ranks:
     def fetch(self, rank: int, part: HolderReads, *, by_address: bool = False) -> None:
         """What a transport does, in chunks or by address."""
         snapshot = self.snapshots[rank]
-        asked = decode_reads(encode_reads(part.asked), snapshot.record)
+        asked = decode_reads(encode_reads(part.request), snapshot.record)
         given = SnapshotPart(snapshot, asked)
         assert given.chunks.sizes == part.target.chunks.sizes
         if by_address:
             everything = torch.zeros(given.chunks.stream_bytes, dtype=torch.uint8)
             given.stream.read(0, given.chunks.stream_bytes, everything)
-            places = part.target.places
+            places = part.target.stream
             assert not len(places.device.starts)
             places.host.scatter(0, given.chunks.stream_bytes, everything.data_ptr())
         else:
@@ -630,7 +630,7 @@ def test_a_gather_of_many_tensors_costs_no_more_than_three_receives(in_place: bo
     def gather() -> None:
         plan = ReceivePlan({0: record}, None if into is None else Destination(into))
         for part in plan.reads.values():
-            asked = decode_reads(encode_reads(part.asked), snapshot.record)
+            asked = decode_reads(encode_reads(part.request), snapshot.record)
             SnapshotPart(snapshot, asked)
         finished(plan)
 

@@ -74,8 +74,8 @@ def fit(leaf: m.Leaf, into: object, path: Path) -> Iterator[Fit | ArrayFit]:
 
 
 def _differ(what: str, offered: object, have: object, hint: str = "") -> NoReturn:
-    told = f"{what} differs: offered {offered}, the destination has {have}"
-    raise MismatchError(f"{told}; {hint}" if hint else told)
+    text = f"{what} differs: offered {offered}, the destination has {have}"
+    raise MismatchError(f"{text}; {hint}" if hint else text)
 
 
 def _kind(value: object) -> str:

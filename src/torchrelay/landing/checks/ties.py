@@ -1,7 +1,21 @@
-"""Destinations that share memory: each byte of it must be offered by one place alone.
+"""Destinations that share memory: each byte of it must come from one byte of the stream.
 
-An object in place may write more memory when its state has landed. Those values come from no
-place in the stream: each of its tensors counts as a place of its own, beyond the stream's end.
+A destination has `a` (4 floats at 0x1000), its tie `b` (the same memory), and `c`, the transposed
+view of a matrix `d` (2 x 2 floats at 0x2000). Each is a claim of memory for bytes of the stream;
+strides are in bytes:
+
+    leaf   memory   shape     strides    offered tied: source      offered singly: source
+    a      0x1000   (4,)      (4,)       0                         0
+    b      0x1000   (4,)      (4,)       0: the same claim, fine   16: byte 0x1000 has two sources
+    d      0x2000   (2, 2)    (8, 4)     16, strides (8, 4)        32, strides (8, 4)
+    c      0x2000   (2, 2)    (4, 8)     16, strides (4, 8): fine  48, strides (8, 4): two sources
+
+Claims that reach into each other are compared: equal ones agree, and so do those that move memory
+and source by one distance, and boxes of one array that share no byte. Of all others each byte is
+looked up.
+
+An object in place may write more memory when its state has landed. Those values come from no byte
+of the stream: each of its tensors counts as bytes of their own, beyond the stream's end.
 """
 
 from __future__ import annotations
@@ -51,7 +65,7 @@ class _Claim(NamedTuple):
         return layout is None or layout.numel != prod(self.shape)
 
     @property
-    def straight(self) -> bool:
+    def is_direct(self) -> bool:
         """Whether memory and stream have one geometry, so that no byte has two sources."""
         return self.strides == self.source_strides and not self.flags
 
@@ -82,7 +96,7 @@ def check_ties(
         _Claimed(_claim(pair, chunks), path, _space(pair.destination)) for pair, path, _ in fits
     ]
     for one in claimed:
-        if one.claim.overlaps_itself and not one.claim.straight:
+        if one.claim.overlaps_itself and not one.claim.is_direct:
             _check([one])
     own = [*_own_claims(writes, chunks.stream_bytes)]
     for one in own:
@@ -213,23 +227,28 @@ def _conflicting(claims: Sequence[_Claim]) -> int | None:
     if all(claim == first for claim in claims) and not first.overlaps_itself:
         return None
     shift = first.source - first.address
-    if all(claim.straight and claim.source - claim.address == shift for claim in claims):
+    if all(claim.is_direct and claim.source - claim.address == shift for claim in claims):
         return None
-    if _are_apart(claims):
+    if _are_disjoint(claims):
         return None
+    return _first_double(claims)
+
+
+def _first_double(claims: Sequence[_Claim]) -> int | None:
+    """The first claim that has a byte with another source, found byte by byte.
+
+    Bytes that always go together are one unit, to keep the map small: of claims in float32 at
+    0x1000 and 0x1008, a unit is 4 bytes. `sources` has what each unit of the memory comes from, and
+    each claim writes its own: the first that meets another value, or overwrites its own, conflicts.
+    """
     low = min(claim.address for claim in claims)
     high = max(claim.end for claim in claims)
-    unit = 0  # bytes that always go together: all is counted in these, to keep the map small
+    unit = 0
     for claim in claims:
         unit = gcd(unit, claim.address - low, claim.shape[-1], *claim.strides[:-1])
     sources = np.full((high - low) // unit, -1, dtype=np.int64)
     for number, claim in enumerate(claims):
-        wanted = np.full((), claim.source, dtype=np.int64)
-        units = claim.shape[-1] // unit
-        steps = (*claim.source_strides[:-1], unit)
-        for size, step in zip((*claim.shape[:-1], units), steps, strict=True):
-            wanted = wanted[..., None] + np.arange(size, dtype=np.int64) * step
-        wanted = wanted * 16 + claim.flags
+        wanted = _sources_of(claim, unit)
         here = np.lib.stride_tricks.as_strided(
             sources[(claim.address - low) // unit :],
             shape=wanted.shape,
@@ -242,9 +261,20 @@ def _conflicting(claims: Sequence[_Claim]) -> int | None:
     return None
 
 
-def _are_apart(claims: Sequence[_Claim]) -> bool:
+def _sources_of(claim: _Claim, unit: int) -> np.ndarray[Any, np.dtype[np.int64]]:
+    """Where in the stream each unit of a claim comes from, and with which flags."""
+    wanted = np.full((), claim.source, dtype=np.int64)
+    steps = (*claim.source_strides[:-1], unit)
+    sizes = (*claim.shape[:-1], claim.shape[-1] // unit)
+    for size, step in zip(sizes, steps, strict=True):
+        wanted = wanted[..., None] + np.arange(size, dtype=np.int64) * step
+    found: np.ndarray[Any, np.dtype[np.int64]] = wanted * 16 + claim.flags
+    return found
+
+
+def _are_disjoint(claims: Sequence[_Claim]) -> bool:
     """Whether claims are boxes of one array that share no byte, as the columns of a matrix are.
-    False says nothing: they may still be apart."""
+    False says nothing: they may still be disjoint."""
     low = min(claim.address for claim in claims)
     strides = sorted(claims[0].strides, reverse=True)
     if 0 in strides or len(set(strides)) < len(strides):

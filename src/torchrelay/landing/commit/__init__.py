@@ -1,1 +1,1 @@
-"""How every landing ends: told, written, handed over, or taken back."""
+"""The end of a landing: objects take their states, tensors are written, or all is as it was."""

@@ -330,7 +330,7 @@ class Landing:
         for index, _, here in reversed(pairs):
             known[index] = leaves[here]
         # Tensors that are tied there may be separate here.
-        apart: dict[Path, Any] = {
+        untied: dict[Path, Any] = {
             path: leaves[here]
             for index, path, here in pairs
             if leaves[here] is not known[index] and isinstance(leaves[here], _IN_PLACE)
@@ -340,7 +340,7 @@ class Landing:
         for index, leaf in inside.items():
             known[index] = leaf
         objects = {path: one for path, one in self._into.objects.items() if not one.in_module}
-        placed = apart | {path: one.object for path, one in objects.items()}
+        placed = untied | {path: one.object for path, one in objects.items()}
         stubs = {path: len(known) + number for number, path in enumerate(placed)}
         known += placed.values()
         return unflatten(grafted(self._rows.tree, stubs), known)

@@ -6,7 +6,7 @@ written, by whoever lands them, and `finish` puts the rest in its place.
 
 `load_state_dict` is other people's code and may refuse anything. So it is called while nothing else
 has been written: if one object refuses, it and those before it get their old state back. Modules,
-whose tensors are written in place, are asked before that too, with the new plain values and their
+whose tensors are written in place, are tried before that too, with the new plain values and their
 old tensors, where there is anything they could refuse.
 """
 
@@ -55,8 +55,8 @@ class ObjectStates:
         self._old: dict[Path, _Old] = {}  # of objects that have been given another state
         self._modules = [
             path
-            for path, held in self._objects.items()
-            if held.in_place and subtree(tree, path) is not None
+            for path, stateful in self._objects.items()
+            if stateful.in_place and subtree(tree, path) is not None
         ]
         tried = {here: trial[index] for index, _, here in inside}
         self._renewal = self._renewed({**tried, **values})
@@ -68,22 +68,22 @@ class ObjectStates:
     def give(self, *, written: bool = False) -> None:
         """`MismatchError` where an object refuses; then all of them have their old state.
 
-        `written`: some of the caller's tensors are new already, so that no module can be asked.
+        `written`: some of the caller's tensors are new already, so that no module can be tried.
         """
         for path, state in self._news.items() if self._before else ():
             for one in (path[:-1], path) if self._objects[path].in_module else (path,):
                 self._remember(one)
             self._give(path, state)
         changed = {*self._renewal.modules, *(path[:-1] for path in self._news_in_modules)}
-        asked = [
+        tried = [
             path
             for path in self._modules
             if not written and (path in changed or self._objects[path].choosy)
         ]
-        for path in asked:
+        for path in tried:
             self._remember(path)
         self._renewal.apply_inside()
-        for path in asked:
+        for path in tried:
             self._give(path, self._objects[path].state)
 
     def _remember(self, path: Path) -> None:
@@ -93,18 +93,20 @@ class ObjectStates:
     def _give(self, path: Path, state: object) -> None:
         """Have an object take a state. After a refusal all objects have their old state:
         `MismatchError`, or `TornStateError` where one of them did not take it back."""
-        held = self._objects[path]
+        stateful = self._objects[path]
         try:
-            held.load(state)
+            stateful.load(state)
         except BaseException as fault:
             torn = self.take_back()
             if not isinstance(fault, Exception):
                 raise
-            said = f"{type(held.object).__name__}.load_state_dict refused its new state: {fault!r}"
+            text = (
+                f"{type(stateful.object).__name__}.load_state_dict refused its new state: {fault!r}"
+            )
             if not torn:
-                raise MismatchError(f"{said}; everything is as it was", path=show(path)) from fault
+                raise MismatchError(f"{text}; everything is as it was", path=show(path)) from fault
             raise TornStateError(
-                f"{said}; not everything could be put back: {', '.join(map(show, torn))} may be "
+                f"{text}; not everything could be put back: {', '.join(map(show, torn))} may be "
                 "part new, the rest is old; load a state into it, or make a new one",
                 path=show(path),
             ) from fault
@@ -132,11 +134,11 @@ class ObjectStates:
             states = {**inside, **states, **self._news}
         left = list(states)
         for number, path in enumerate(left):
-            held = self._objects[path]
+            stateful = self._objects[path]
             try:
-                held.load(states[path])
+                stateful.load(states[path])
             except Exception as fault:
-                names, kind = ", ".join(map(show, left[number:])), type(held.object).__name__
+                names, kind = ", ".join(map(show, left[number:])), type(stateful.object).__name__
                 raise TornStateError(
                     f"{kind}.load_state_dict refused its new state: {fault!r}; "
                     f"{names} may be part old, the rest is new; load a state into it, or make "
@@ -159,13 +161,13 @@ class ObjectStates:
 class _Old:
     """The state of an object as it was, in containers of its own; tensors are not copied."""
 
-    def __init__(self, held: StatefulObject) -> None:
-        self._held = held
-        flat = flatten(held.state)
+    def __init__(self, stateful: StatefulObject) -> None:
+        self._stateful = stateful
+        flat = flatten(stateful.state)
         self._tree = flat.tree
         self._leaves = [x.copy() if isinstance(x, np.ndarray) else x for x in flat.leaves]
-        # A module that is asked copies its tensors to themselves, which counts as a write.
-        tensors = [] if held.in_place else flat.leaves
+        # A module that is tried copies its tensors to themselves, which counts as a write.
+        tensors = [] if stateful.in_place else flat.leaves
         self._tensors = [x for x in tensors if isinstance(x, torch.Tensor)]
         self._versions = t.versions_of(self._tensors)
 
@@ -174,7 +176,7 @@ class _Old:
         if t.versions_of(self._tensors) != self._versions:
             return False
         try:
-            self._held.load(unflatten(self._tree, self._leaves))
+            self._stateful.load(unflatten(self._tree, self._leaves))
         except Exception:
             return False
         return True
@@ -215,18 +217,18 @@ class _Renewal:
         _set(self._changes)
 
     def _renewed(self, value: Any, node: m.Node, path: Path) -> Any:
-        held = self._objects.get(path)
-        if held is None:
+        stateful = self._objects.get(path)
+        if stateful is None:
             return self._visit(value, node, path)
-        if held.in_module:
+        if stateful.in_module:
             return value  # put there when the module takes it
-        if held.in_place:
+        if stateful.in_place:
             outside, self._changes = self._changes, []
-            self._visit(held.state, node, path)
+            self._visit(stateful.state, node, path)
             if self._changes:
                 self._inside[path] = self._changes
             self._changes = outside
-        return held.object
+        return stateful.object
 
     def _visit(self, value: Any, node: m.Node, path: Path) -> Any:
         if isinstance(node, int):

@@ -104,7 +104,7 @@ class LiveHolder:
 
     def accept(self, reads: HolderReads, progress: Callable[[int, int], None]) -> None:
         """Take the offer, or these reads of it, by the fastest route."""
-        target, asked = reads.target, reads.asked
+        target, request = reads.target, reads.request
         incoming = Incoming(
             self.talk,
             self.offer,
@@ -113,12 +113,12 @@ class LiveHolder:
             self._options.connections,
             progress,
             target,
-            partial(named, self.record, target.chunks) if asked is None else None,
+            partial(named, self.record, target.chunks) if request is None else None,
         )
         route, fetch, instead = choice = self._choose(incoming)
         self.choices.append(choice)
         self.nbytes += target.chunks.nbytes
-        encoded = None if asked is None else encode_reads(asked)
+        encoded = None if request is None else encode_reads(request)
         self.talk.send(m.Accept(route.name, fetch.answer, instead, encoded))
         fetch.get_ready()
 

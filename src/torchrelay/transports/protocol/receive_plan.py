@@ -48,12 +48,12 @@ class ScatteredBox(NamedTuple):
 
 @dataclass(frozen=True)
 class HolderReads:
-    """The reads of one holder, and the `target` that they fill. `asked` has the reads as the
-    holder is asked for them; None: all of its state, as it lies there."""
+    """The reads of one holder, and the `target` that they fill. `request` has the reads as
+    the holder receives them; None: all of its state, as it lies there."""
 
     rank: int
     target: ReadTarget
-    asked: Reads | None = None
+    request: Reads | None = None
     reads: RankReads | None = None
     buffer: torch.Tensor | None = None
     scattered: tuple[ScatteredBox, ...] = ()
@@ -84,8 +84,8 @@ def _reads_of(
     chunk_bytes: int,
 ) -> HolderReads:
     """The reads of a rank, each with the piece of staged memory that it fills."""
-    asked = reads.asked(chunk_bytes)
-    chunks = asked.layout(record)
+    request = reads.request(chunk_bytes)
+    chunks = request.layout(record)
     filling, memory = reads.filling, landing.memory
     scattered = filling.at == SCATTERED
     addresses = memory.address[filling.share] + np.maximum(filling.at, 0).astype(np.uint64)
@@ -109,7 +109,7 @@ def _reads_of(
         for image, number, begin in zip(*columns, at.tolist(), strict=True)
     ]
     target = landing.target(chunks, pieces)
-    return HolderReads(rank, target, asked, reads, buffer, tuple(boxes))
+    return HolderReads(rank, target, request, reads, buffer, tuple(boxes))
 
 
 class ReceivePlan:

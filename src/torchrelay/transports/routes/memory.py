@@ -140,7 +140,7 @@ class MemoryFetch(ReadingFetch):
     def __init__(self, incoming: r.Incoming, reachable: Reachable) -> None:
         super().__init__(incoming, verify=reachable.facts.verify)
         self._facts, self._reads = reachable
-        self._places = self.target.places
+        self._places = self.target.stream
         self._rings = incoming.member.resources.of(MappedRings)
         self._open = ExitStack()  # memory of the sender that is used by this transfer
         self._ring: MappedRing | None = None

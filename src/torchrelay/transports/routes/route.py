@@ -147,7 +147,7 @@ class Incoming:
         chunks = self.target.chunks
         if not (self.offer.cells and in_use()):
             return DeviceChunks(chunks, Runs([], [], []))
-        return DeviceChunks(chunks, self.target.places.device)
+        return DeviceChunks(chunks, self.target.stream.device)
 
 
 class RouteFetch:

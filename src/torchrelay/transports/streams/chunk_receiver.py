@@ -72,7 +72,7 @@ class ChunkReceiver:
     ) -> None:
         self._target, self._on_gpu = target, on_gpu
         self._verify, self._cells = verify, cells
-        self._host = target.places.host
+        self._host = target.stream.host
         self._buffer, self.report = buffer, report
         self._room = threading.Semaphore(keep) if keep else None
         # Chunks that have not come, and that no connection is at. Each use is one call.
