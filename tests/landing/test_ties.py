@@ -10,7 +10,7 @@ import torch
 
 from tests.support.trips import trip
 from torchrelay.errors import MismatchError
-from torchrelay.landing.checks.ties import _are_apart, _Claim
+from torchrelay.landing.checks.ties import _are_disjoint, _Claim
 
 
 def bytes_of(claim: _Claim) -> set[int]:
@@ -28,7 +28,7 @@ def test_boxes_that_are_said_to_be_apart_share_no_byte() -> None:
             order = random.sample(range(3), 3)
             mine = [tuple(column[d] for d in order) for column in (shape, strides)]
             claims.append(_Claim(random.randrange(40), mine[0], mine[1], 0, mine[1], 0))
-        if _are_apart(claims):
+        if _are_disjoint(claims):
             told += 1
             assert len(set().union(*map(bytes_of, claims))) == sum(
                 len(bytes_of(claim)) for claim in claims
@@ -36,7 +36,7 @@ def test_boxes_that_are_said_to_be_apart_share_no_byte() -> None:
     assert told > 200
 
 
-def test_columns_of_a_matrix_are_apart_and_those_that_overlap_are_not() -> None:
+def test_columns_of_a_matrix_are_disjoint_and_those_that_overlap_are_not() -> None:
     state = {"a": torch.arange(6.0).view(2, 3), "b": torch.arange(8.0).view(4, 2)}
     matrix = torch.zeros(2, 7)
     trip(state, into={"a": matrix[:, :3], "b": matrix[:, 3:].t()})
