@@ -123,7 +123,7 @@ class Counts:
         memory = property(lambda one: DeviceChunks(one._chunks, one._stream.host))
 
         def landed(incoming: Incoming) -> DeviceChunks:
-            return DeviceChunks(incoming.landing.chunks, incoming.landing.target().stream.host)
+            return DeviceChunks(incoming.target.chunks, incoming.target.stream.host)
 
         with ExitStack() as stack:
             stack.enter_context(played())
