@@ -17,7 +17,7 @@ from torchrelay.stores.objects.failures import Failure, failure_of, reason_of
 REQUEST_SECONDS = 30.0  # that a small request may take; whoever sent it sends it again then
 UPLOAD_RATE = 1 << 20  # bytes per second, over all its parts, at which an upload is not given up
 CONNECT_SECONDS = 10.0
-DELETES = 3  # of the same objects; obstore sends no deletion again by itself
+DELETES = 3  # of the same objects, which obstore does not retry
 STALL_SECONDS = 20.0  # without a byte, after which a read is sent again
 CHUNK_BYTES = 8 << 20  # taken over from the library at once
 
