@@ -34,12 +34,12 @@ from torchrelay.record.encoding import decode_at_rest, encode
 from torchrelay.record.meshes import mesh_of as described
 from torchrelay.record.schema import Record
 from torchrelay.shares.commit_record import commit_record, decode_shares, sealed
-from torchrelay.shares.ownership import Question, Ruling
+from torchrelay.shares.comparison import Assignment, DetailsRequest
 from torchrelay.shares.planner import SavePlan, SharePlanner
 from torchrelay.state import tensors as t
 from torchrelay.state.meshes import described_mesh
 
-ANSWER = msgspec.msgpack.Decoder(Question | Ruling)
+ANSWER = msgspec.msgpack.Decoder(DetailsRequest | Assignment)
 RESULT = Path(__file__).parent / "results" / "scale.json"
 PLAIN = 10  # of the tensors of each rank, one of them its own
 ROWS = 4  # of a rank's part of a tensor, at the largest mesh
@@ -111,17 +111,17 @@ def save_once(job: Job) -> tuple[dict[str, float], bytes]:
     ]
     mine: list[float] = []
     decided: list[float] = []
-    said = [timed(plan.statement, mine) for plan in plans]
+    said = [timed(plan.digests, mine) for plan in plans]
     told = [len(word) for word in said]
     answers = timed(lambda: plans[0].compare(said), decided)
     heard = [len(answer) for answer in answers]
-    if isinstance(ANSWER.decode(answers[0]), Question):
+    if isinstance(ANSWER.decode(answers[0]), DetailsRequest):
         said = [
             timed(lambda plan=plan, answer=answer: plan.details(ANSWER.decode(answer)), mine)
             for plan, answer in zip(plans, answers, strict=True)
         ]
         told = [a + len(word) for a, word in zip(told, said, strict=True)]
-        answers = timed(lambda: plans[0].rule(said), decided)
+        answers = timed(lambda: plans[0].assign(said), decided)
         heard = [a + len(answer) for a, answer in zip(heard, answers, strict=True)]
     shares: list[bytes] = []
     for plan, answer in zip(plans, answers, strict=True):

@@ -24,8 +24,8 @@ from torchrelay.record.checks.record import check
 from torchrelay.record.encoding import decode, encode
 from torchrelay.record.schema import VolumeRecord
 from torchrelay.shares import planner
+from torchrelay.shares.comparison import Details
 from torchrelay.shares.outlines import shape_of
-from torchrelay.shares.ownership import Details
 from torchrelay.transports.protocol.receive_plan import ReceivePlan
 
 SECONDS = 2.0  # of the processor, for any input of 2 MB

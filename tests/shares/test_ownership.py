@@ -21,13 +21,13 @@ from torchrelay.errors import CheckpointError
 from torchrelay.plan.at_rest import describe
 from torchrelay.record.rows import LeafRows
 from torchrelay.record.schema import Record
-from torchrelay.shares import ownership
+from torchrelay.shares import comparison, ownership
+from torchrelay.shares.comparison import Assignment, Details, DetailsRequest, RankTensor, Row
 from torchrelay.shares.outlines import merge
-from torchrelay.shares.ownership import Details, HeldTensor, Question, Row, Ruling
 from torchrelay.shares.planner import SavePlan, SharePlanner
 
 SEED = 11
-answer_of = msgspec.msgpack.Decoder(Question | Ruling)
+answer_of = msgspec.msgpack.Decoder(DetailsRequest | Assignment)
 
 
 def plan(states: list[Any]) -> tuple[Record, list[list[str]], int, int]:
@@ -35,14 +35,14 @@ def plan(states: list[Any]) -> tuple[Record, list[list[str]], int, int]:
     the rounds that it took, and the bytes that the coordinator got."""
     world = len(states)
     ranks = [SavePlan(SharePlanner(rank, world, None), state) for rank, state in enumerate(states)]
-    said = [one.statement() for one in ranks]
+    said = [one.digests() for one in ranks]
     sent = sum(map(len, said))
     answers = list(map(answer_of.decode, ranks[0].compare(said)))
     rounds = 1
-    if isinstance(answers[0], Question):
+    if isinstance(answers[0], DetailsRequest):
         said = [one.details(answer) for one, answer in zip(ranks, answers, strict=True)]
         sent += sum(map(len, said))
-        answers = list(map(answer_of.decode, ranks[0].rule(said)))
+        answers = list(map(answer_of.decode, ranks[0].assign(said)))
         rounds += 1
     shares = [one.share(answer) for one, answer in zip(ranks, answers, strict=True)]
     assert ranks[0].nbytes == sum(x.nbytes for one in shares for x in one.tensors)
@@ -102,7 +102,7 @@ def test_little_is_told_of_what_is_the_same() -> None:
     _, _, _, told = plan([many] * 4)
     assert told <= little + 64 and told < 4 * 2300
     _, _, _, more = plan([{**many, "rng": torch.full((4,), float(r))} for r in range(4)])
-    assert more - told < 4 * 3 * 1001 // ownership.BUCKETS * 60
+    assert more - told < 4 * 3 * 1001 // comparison.BUCKETS * 60
 
 
 def random_world(dice: random.Random) -> list[dict[str, torch.Tensor]]:
@@ -146,22 +146,22 @@ def test_rows_of_another_rank_that_cannot_be_are_refused() -> None:
     }.items():
         details = [Details([], []), Details([], [sent])]
         with pytest.raises(CheckpointError, match=refusal) as wrong:
-            merge([b"same"] * 2, [outlined, None], details, [Ruling()] * 2)
+            merge([b"same"] * 2, [outlined, None], details, [Assignment()] * 2)
         assert wrong.value.rank == 1
     two = [Details([Row("w", fact, mesh)], []) for fact, mesh in ((b"a", b"m"), (b"b", b"m"))]
     with pytest.raises(CheckpointError, match="different layouts") as refused:
-        ownership.rulings(two, (0,), ("w",))
+        ownership.assignments(two, (0,), ("w",))
     assert refused.value.rank == 1 and refused.value.path == "w"
     short = msgspec.msgpack.encode([b"", bytes(16), bytes(1024)])
     planning = SavePlan(SharePlanner(0, 2, None), {"w": torch.zeros(4)})
-    first = planning.statement()
+    first = planning.digests()
     with pytest.raises(CheckpointError) as unread:
         planning.compare([first, short])
     assert unread.value.rank == 1
 
 
 def test_one_of_each_team_writes_and_the_load_is_even() -> None:
-    teams = [[HeldTensor(str(n), b"", 1 + n % 7, r, 3, b"t") for n in range(50)] for r in range(3)]
+    teams = [[RankTensor(str(n), b"", 1 + n % 7, r, 3, b"t") for n in range(50)] for r in range(3)]
     shares = [ownership.written_by_rule(team) for team in teams]
     assert sorted(name for share in shares for name in share) == sorted(map(str, range(50)))
     loads = [sum(1 + int(name) % 7 for name in share) for share in shares]

@@ -15,7 +15,7 @@ from torchrelay.landing.options import LandingOptions
 from torchrelay.loading.rank_load import RankLoad
 from torchrelay.record.encoding import encode
 from torchrelay.shares.commit_record import commit_record, decode_shares, sealed
-from torchrelay.shares.ownership import Question, Ruling
+from torchrelay.shares.comparison import Assignment, DetailsRequest
 from torchrelay.shares.planner import SavePlan, SharePlanner
 from torchrelay.stores.locate import open_store
 from torchrelay.stores.opening import open_step
@@ -23,7 +23,7 @@ from torchrelay.stores.tokens import new_token
 
 SEED = 3
 TRIALS = 60
-answer_of = msgspec.msgpack.Decoder(Question | Ruling)
+answer_of = msgspec.msgpack.Decoder(DetailsRequest | Assignment)
 
 
 KINDS = 14
@@ -78,10 +78,10 @@ def save(root: Path, all_ranks: list[dict[str, Any]]) -> None:
     plans = [
         SavePlan(SharePlanner(rank, world, None), state) for rank, state in enumerate(all_ranks)
     ]
-    answers = list(map(answer_of.decode, plans[0].compare([one.statement() for one in plans])))
-    if isinstance(answers[0], Question):
+    answers = list(map(answer_of.decode, plans[0].compare([one.digests() for one in plans])))
+    if isinstance(answers[0], DetailsRequest):
         said = [one.details(answer) for one, answer in zip(plans, answers, strict=True)]
-        answers = list(map(answer_of.decode, plans[0].rule(said)))
+        answers = list(map(answer_of.decode, plans[0].assign(said)))
     draft = open_store(root).draft(1, new_token())
     draft.begin()
     shares = []

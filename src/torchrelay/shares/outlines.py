@@ -30,7 +30,7 @@ from torchrelay.record.schema import (
     column_of,
     pack_column,
 )
-from torchrelay.shares.ownership import Details, Ruling
+from torchrelay.shares.comparison import Assignment, Details
 
 _encode = msgspec.msgpack.Encoder(enc_hook=pack_column).encode
 _replace = msgspec.structs.replace
@@ -125,13 +125,19 @@ def merge(
     shapes: Sequence[bytes],
     outlines: Sequence[tuple[Record, Sequence[str]] | None],
     details: Sequence[Details],
-    ruled: Sequence[Ruling],
+    assigned: Sequence[Assignment],
 ) -> Record:
     """Hold each distinct outline once, and separately what single ranks have of their own.
 
     All by rank: `shapes` are as `shape_of` has them. The first rank with a shape has its outline, a
     record and the names of its images; leaves of `details` may differ from it, and so do tensors
-    that are renamed.
+    that are renamed. Two ranks have the same `w`, and their own `rng` and `at`:
+
+        rank 0   {"w": A, "rng": B, "at": 0}      rank 1   {"w": A, "rng": C, "at": 1}
+
+        outline        of both ranks: leaf 0 is w, leaf 1 is rng, leaf 2 is the value 0
+        images         0 is w, 1 is rng, 2 is rng@rank-1
+        difference     of rank 1: leaf 2 is the value 1; the row of rng is of image 2
     """
     joined = _Joined()
     bases: list[_Base] = []
@@ -139,7 +145,7 @@ def merge(
     ranks: list[int] = []
     differences: list[RankDifference] = []
     for rank, (shape, mine) in enumerate(zip(shapes, outlines, strict=True)):
-        renamed = ruled[rank].renamed
+        renamed = assigned[rank].renamed
         if shape not in first:
             if mine is None:
                 raise CheckpointError("a rank sent no outline", rank=rank, phase="plan")

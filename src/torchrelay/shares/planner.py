@@ -28,22 +28,28 @@ from torchrelay.record.encoding import decode, encode
 from torchrelay.record.manifest import ValueLeaf
 from torchrelay.record.rows import LeafRows
 from torchrelay.record.schema import Record
-from torchrelay.shares import ownership
+from torchrelay.shares import comparison, ownership
 from torchrelay.shares.casting import StandIns
 from torchrelay.shares.commit_record import refused
-from torchrelay.shares.held import Holder, row_of
+from torchrelay.shares.comparison import (
+    Assignment,
+    Details,
+    DetailsRequest,
+    RankTensor,
+    StateDigests,
+)
 from torchrelay.shares.layout import Entry, ShareLayout, arrange
 from torchrelay.shares.outlines import image_bytes, merge, shape_of
-from torchrelay.shares.ownership import Details, HeldTensor, Question, Ruling, Statement
+from torchrelay.shares.rank_tensors import RankTensors, row_of
 from torchrelay.shares.share import Share
 from torchrelay.state.boxed import BoxedTensor
 from torchrelay.state.local_parts import LocalBoxes, local_parts
 from torchrelay.state.paths import empty_tensors, naming
 
 _encode = msgspec.msgpack.Encoder().encode
-_statement = msgspec.msgpack.Decoder(Statement)
+_digests = msgspec.msgpack.Decoder(StateDigests)
 _details = msgspec.msgpack.Decoder(Details)
-_answer = msgspec.msgpack.Decoder(Question | Ruling)
+_answer = msgspec.msgpack.Decoder(DetailsRequest | Assignment)
 
 
 class PlannedShare(NamedTuple):
@@ -84,12 +90,12 @@ class SharePlanner:
         with gc_paused():
             plan = SavePlan(self, state, check_space)
             answer = decoded(
-                _answer, call.round("plan", plan.statement, plan.compare, deadline), rank=0
+                _answer, call.round("plan", plan.digests, plan.compare, deadline), rank=0
             )
-            if isinstance(answer, Question):
-                data = call.round("plan", partial(plan.details, answer), plan.rule, deadline)
+            if isinstance(answer, DetailsRequest):
+                data = call.round("plan", partial(plan.details, answer), plan.assign, deadline)
                 answer = decoded(_answer, data, rank=0)
-            assert isinstance(answer, Ruling)
+            assert isinstance(answer, Assignment)
             return PlannedShare(plan.share(answer), plan.outlined, plan.names)
 
 
@@ -97,7 +103,7 @@ class _KnownPlan(NamedTuple):
     """All that follows from a state but for its memory."""
 
     signature: bytes
-    ruling: Ruling
+    assignment: Assignment
     parts: list[tuple[int, int]]  # for each entry with bytes, the tensor and which of its parts
     layout: ShareLayout
 
@@ -112,8 +118,8 @@ class SavePlan:
         check_space: Callable[[int], None] = lambda nbytes: None,
     ) -> None:
         self._planner, self._state, self._check_space = planner, state, check_space
-        self._held: list[HeldTensor] = []
-        self._statements: list[Statement] = []
+        self._tensors: list[RankTensor] = []
+        self._received: list[StateDigests] = []
         self._stand_ins = None if planner.dtype is None else StandIns(planner.dtype)
         self.outlined: Record | None = None  # the coordinator's: of all ranks
         self.names: Sequence[str] | None = None
@@ -121,7 +127,7 @@ class SavePlan:
 
     # On every rank.
 
-    def statement(self) -> bytes:
+    def digests(self) -> bytes:
         """The first message of this rank: digests of its state."""
         planner = self._planner
         change = None if self._stand_ins is None else self._stand_ins.replace
@@ -133,39 +139,39 @@ class SavePlan:
             for name, tensor in tensors:
                 _check_whole(name, tensor, boxes)
             return b""
-        holder = Holder(planner.rank, planner.world, planner.members, self._source)
-        self._held = holder.held(tensors)
+        here = RankTensors(planner.rank, planner.world, planner.members, self._source)
+        self._tensors = here.of(tensors)
         return _encode(
-            Statement(
+            StateDigests(
                 shape_of(self._described.record),
-                ownership.digests_of_leaves(LeafRows(self._described.record, at_rest=True)),
-                ownership.digests_of_tensors(self._held),
+                comparison.digests_of_leaves(LeafRows(self._described.record, at_rest=True)),
+                comparison.digests_of_tensors(self._tensors),
             )
         )
 
-    def details(self, question: Question) -> bytes:
+    def details(self, request: DetailsRequest) -> bytes:
         """The second message of this rank, where ranks differ."""
-        buckets = set(question.tensors)
+        buckets = set(request.tensors)
         rows = [
             row_of(one, tensor, self._source)
-            for one, tensor in zip(self._held, self._described.tensors, strict=True)
-            if ownership.bucket_of(one.name) in buckets
+            for one, tensor in zip(self._tensors, self._described.tensors, strict=True)
+            if comparison.bucket_of(one.name) in buckets
         ]
         leaves = LeafRows(self._described.record, at_rest=True)
-        asked = np.isin(ownership.buckets_of_leaves(leaves), question.leaves)
+        requested = np.isin(comparison.buckets_of_leaves(leaves), request.leaves)
         return _encode(
             Details(
                 rows,
-                [(index, leaves[index]) for index in np.flatnonzero(asked).tolist()],
-                encode(self._described.record) if question.outline else None,
+                [(index, leaves[index]) for index in np.flatnonzero(requested).tolist()],
+                encode(self._described.record) if request.outline else None,
             )
         )
 
-    def share(self, ruling: Ruling) -> Share:
+    def share(self, assignment: Assignment) -> Share:
         """The boxes that this rank writes, and their files."""
         known = self._planner.known
-        if known is None or (known.signature, known.ruling) != (self._signature, ruling):
-            known = self._made(ruling)
+        if known is None or (known.signature, known.assignment) != (self._signature, assignment):
+            known = self._made(assignment)
         tensors, boxes = self._described.tensors, LocalBoxes()
         found = [
             self._source(tensors[image])  # which is the outline's own
@@ -180,9 +186,9 @@ class SavePlan:
         """The tensor that has the elements: a stand-in has none."""
         return tensor if self._stand_ins is None else self._stand_ins.source(tensor)
 
-    def _made(self, ruling: Ruling) -> _KnownPlan:
+    def _made(self, assignment: Assignment) -> _KnownPlan:
         planner = self._planner
-        mine = None if planner.world == 1 else self._mine(ruling)
+        mine = None if planner.world == 1 else self._mine(assignment)
         entries, parts = [], []
         record, names, tensors, tops = self._described
         kinds = [(one.dtype, one.shape, (0,) * len(one.shape)) for one in record.image_kinds]
@@ -192,12 +198,12 @@ class SavePlan:
             if mine is not None and name not in mine:
                 continue
             dtype, shape, origin = kinds[kind_of[image]]
-            called = ruling.renamed.get(name, name)
+            called = assignment.renamed.get(name, name)
             if type(tensor) is torch.Tensor:  # as nearly all are: one box
                 entries.append(Entry(called, dtype, shape, origin, shape, top))
                 parts.append((image, 0))
                 continue
-            others = ruling.left_boxes.get(name, ())
+            others = assignment.boxes_of_others.get(name, ())
             for number, part in enumerate(local_parts(tensor, boxes)):
                 if part.tensor.numel() and number not in others:
                     entries.append(Entry(called, dtype, shape, *part.box, top))
@@ -205,43 +211,46 @@ class SavePlan:
         # Tensors without elements are in the headers of the first rank's files, and nowhere else.
         empty = _empty(self._described) if planner.rank == 0 else []
         layout = arrange([*entries, *empty], planner.rank, planner.world, planner.file_bytes)
-        return _KnownPlan(self._signature, ruling, parts, layout)
+        return _KnownPlan(self._signature, assignment, parts, layout)
 
-    def _mine(self, ruling: Ruling) -> set[str]:
+    def _mine(self, assignment: Assignment) -> set[str]:
         """The names of tensors that this rank writes."""
-        buckets, left = set(ruling.buckets), set(ruling.left)
-        ruled = [one for one in self._held if ownership.bucket_of(one.name) in buckets]
+        buckets, of_others = set(assignment.buckets), set(assignment.of_others)
+        different = [one for one in self._tensors if comparison.bucket_of(one.name) in buckets]
         mine = {
             one.name
-            for one in ruled
-            if one.name not in left and (not one.mesh or ownership.written_by_name(one))
+            for one in different
+            if one.name not in of_others and (not one.mesh or ownership.written_by_name(one))
         }
-        names = {one.name for one in ruled}
-        return mine | ownership.written_by_rule(one for one in self._held if one.name not in names)
+        names = {one.name for one in different}
+        return mine | ownership.written_by_rule(
+            one for one in self._tensors if one.name not in names
+        )
 
     # On the coordinator.
 
-    def compare(self, said: list[bytes]) -> list[bytes]:
-        """A question to each rank where they differ, else the ruling that needs none."""
+    def compare(self, sent: list[bytes]) -> list[bytes]:
+        """A request for details to each rank where they differ; otherwise an assignment without
+        exceptions."""
         if self._planner.world > 1:
-            self._statements = [decoded(_statement, data, rank) for rank, data in enumerate(said)]
-            asked = ownership.questions(self._statements)
-            if asked is not None:
-                return [_encode(question) for question in asked]
-        self._end(msgspec.structs.replace(self._described.record, ranks=(0,) * len(said)))
+            self._received = [decoded(_digests, data, rank) for rank, data in enumerate(sent)]
+            requests = comparison.detail_requests(self._received)
+            if requests is not None:
+                return [_encode(request) for request in requests]
+        self._end(msgspec.structs.replace(self._described.record, ranks=(0,) * len(sent)))
         self.names = self._described.names
-        return [_encode(Ruling())] * len(said)
+        return [_encode(Assignment())] * len(sent)
 
-    def rule(self, said: list[bytes]) -> list[bytes]:
-        """The ruling for each rank."""
-        details = [decoded(_details, data, rank) for rank, data in enumerate(said)]
-        asked = ownership.differing([one.tensors for one in self._statements])
+    def assign(self, sent: list[bytes]) -> list[bytes]:
+        """The assignment of each rank."""
+        details = [decoded(_details, data, rank) for rank, data in enumerate(sent)]
+        buckets = comparison.differing([one.tensors for one in self._received])
         outlines: list[tuple[Record, Sequence[str]] | None] = [self._described[:2]]
         outlines += [_outline(one, rank) for rank, one in enumerate(details[1:], 1)]
         taken = [name for one in outlines if one is not None for name in one[1]]
-        ruled = ownership.rulings(details, asked, taken)
-        self._end(merge([one.shape for one in self._statements], outlines, details, ruled))
-        return [_encode(ruling) for ruling in ruled]
+        assigned = ownership.assignments(details, buckets, taken)
+        self._end(merge([one.shape for one in self._received], outlines, details, assigned))
+        return [_encode(one) for one in assigned]
 
     def _end(self, outlined: Record) -> None:
         self.nbytes = image_bytes(outlined)
@@ -249,12 +258,12 @@ class SavePlan:
         self.outlined = outlined
 
 
-def _outline(told: Details, rank: int) -> tuple[Record, Sequence[str]] | None:
+def _outline(details: Details, rank: int) -> tuple[Record, Sequence[str]] | None:
     """The outline that another rank has sent, and the names of its images."""
-    if told.outline is None:
+    if details.outline is None:
         return None
     with refused("an outline that another rank sent", "plan", rank):
-        record = decode(told.outline, "part")
+        record = decode(details.outline, "part")
         if len(record.outlines) != 1 or record.boxes:
             raise ManifestError("not the outline of one rank")
         return record, Names(record).all()

@@ -16,7 +16,7 @@ import xxhash
 
 from torchrelay.errors import CheckpointError
 from torchrelay.record.manifest import Shape
-from torchrelay.shares.ownership import HeldTensor, Row
+from torchrelay.shares.comparison import RankTensor, Row
 from torchrelay.shares.values import value_digests
 from torchrelay.state import tensors as t
 from torchrelay.state.boxed import BoxedTensor
@@ -33,7 +33,7 @@ Source = Callable[[torch.Tensor], torch.Tensor]
 _encode = msgspec.msgpack.Encoder().encode
 
 
-class Holder:
+class RankTensors:
     """One rank. `members`: the ranks that take part as meshes count them, where that is known.
     `source`: the tensor that has the elements of one."""
 
@@ -41,21 +41,21 @@ class Holder:
         self, rank: int, world: int, members: Collection[int] | None, source: Source
     ) -> None:
         self._rank, self._world, self._members, self._source = rank, world, members, source
-        self._dtensors: dict[object, HeldTensor] = {}  # one of each spec
+        self._dtensors: dict[object, RankTensor] = {}  # one of each spec
         self._boxes = LocalBoxes()
 
-    def held(self, named: Sequence[tuple[str, torch.Tensor]]) -> list[HeldTensor]:
+    def of(self, named: Sequence[tuple[str, torch.Tensor]]) -> list[RankTensor]:
         """Each tensor, by its name; the bytes of plain ones are hashed."""
         plain = [self._source(tensor) for _, tensor in named if type(tensor) is torch.Tensor]
         facts = iter(facts_of(plain))
         return [
-            HeldTensor(name, next(facts), tensor.nbytes, self._rank, self._world, b"")
+            RankTensor(name, next(facts), tensor.nbytes, self._rank, self._world, b"")
             if type(tensor) is torch.Tensor
             else self._distributed(name, tensor)
             for name, tensor in named
         ]
 
-    def _distributed(self, name: str, tensor: torch.Tensor) -> HeldTensor:
+    def _distributed(self, name: str, tensor: torch.Tensor) -> RankTensor:
         if t.is_dtensor(tensor):
             local, spec = t.dtensor_parts(tensor)
             with naming(name):
@@ -66,14 +66,14 @@ class Holder:
         if isinstance(tensor, BoxedTensor):
             # All ranks may have these boxes, as they may have a plain tensor.
             fact = _digest([_layout_of_whole(tensor), *boxes_of(tensor, self._source)])
-            return HeldTensor(name, fact, tensor.nbytes, self._rank, self._world, b"")
+            return RankTensor(name, fact, tensor.nbytes, self._rank, self._world, b"")
         locals_, _, all_boxes, _ = t.sharded_parts(tensor)  # type: ignore[arg-type]
         boxes = [(box.offsets, box.sizes) for box in all_boxes]
         fact = _digest((t.NAMES[tensor.dtype], tuple(tensor.size()), boxes))
         where = _digest([box.placement for box in all_boxes])
-        return HeldTensor(name, fact, sum(one.nbytes for one in locals_), 0, 1, b"", where)
+        return RankTensor(name, fact, sum(one.nbytes for one in locals_), 0, 1, b"", where)
 
-    def _dtensor(self, name: str, tensor: t.DTensor, local: torch.Tensor, spec: Any) -> HeldTensor:
+    def _dtensor(self, name: str, tensor: t.DTensor, local: torch.Tensor, spec: Any) -> RankTensor:
         mesh = mesh_record(spec.mesh)
         with naming(name):
             placements = placement_records(tensor)
@@ -85,7 +85,7 @@ class Holder:
             replica, replicas = self._replica(spec.mesh, copies)
         where = _digest(mesh)
         fact = _digest((t.NAMES[tensor.dtype], tuple(tensor.shape), placements, mesh.shape))
-        return HeldTensor(name, fact, nbytes, replica, replicas, _digest((where, copies)), where)
+        return RankTensor(name, fact, nbytes, replica, replicas, _digest((where, copies)), where)
 
     def _check_all_there(self, name: str, mesh: DeviceMesh, copies: tuple[int, ...]) -> None:
         """`CheckpointError` if a shard is only on ranks that do not take part."""
@@ -121,7 +121,7 @@ def _layout(tensor: torch.Tensor) -> bytes:
     return f"{t.NAMES[tensor.dtype]} {list(tensor.shape)} {strides} ".encode()
 
 
-def row_of(one: HeldTensor, tensor: torch.Tensor, source: Source) -> Row:
+def row_of(one: RankTensor, tensor: torch.Tensor, source: Source) -> Row:
     """The report to the coordinator of a tensor that ranks have differently."""
     if not one.mesh:
         dtype, shape = _layout_of_whole(tensor)
