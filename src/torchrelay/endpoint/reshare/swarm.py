@@ -41,20 +41,16 @@ from torchrelay.stores.reading.chunks import whole_chunks
 from torchrelay.stores.step_files import StepFiles
 
 PIECE_BYTES = 2 << 20
-ASK_SECONDS = 0.2  # between two questions who there is, in the first seconds, and
-LATER_SECONDS = 1.0  # afterwards
-FIRST_SECONDS = 2.0
-ANNOUNCE_SECONDS = 3.0  # between two announcements, once all of the step is here
-GREET_SECONDS = 1.0  # for a neighbour to answer
-WAIT_SECONDS = 1.5  # that a neighbour waits for a piece which is on its way to it
-REST_SECONDS = 0.1  # between two questions to a neighbour that does not have a piece
-SLOW_SECONDS = 3.0  # that a piece from a neighbour may take, and
-SLOWER = 8  # times as long as pieces take on average
-MISSES = 10  # pieces in a row that a neighbour does not have, after which it is left alone, or
-STRIKES = 2  # that it does not give in time
 WORKERS = 9  # and connections, shared by the endpoint and all neighbours
+TURN = 1.0  # seconds in which a neighbour that is well answers, and the unit of all waits below
+
 MAX_SEEDS = 64
-_GREET_AT_ONCE = 8
+
+_SHORT = TURN / 10  # before a neighbour that does not have a piece is asked again
+_ANNOUNCE = 3 * TURN  # between two announcements, once all of the step is here
+_SLOW = 4 * TURN  # that a piece may take, unless pieces take long on average: then
+_SLOWER = 8  # times their average
+_MISSES = round(TURN / _SHORT)  # in a row, for which a neighbour is kept; a late piece counts half
 
 _FAULTS = (OSError, EndpointError, msgspec.MsgspecError)
 Flags = np.ndarray[Any, np.dtype[np.bool_]]
@@ -153,21 +149,22 @@ class Swarm:
             is_new = url not in self._neighbours and url != self.seed.url
             if is_new and len(self._neighbours) < MAX_SEEDS and not self._over.is_set():
                 with suppress(UsageError):
-                    made = Neighbour(self._connect(url), self._remote.snapshot, WAIT_SECONDS)
+                    made = Neighbour(self._connect(url), self._remote.snapshot, TURN)
                     self._neighbours[url] = made
             return self._neighbours.get(url)
 
     def _watch(self) -> None:
         """Look for others while the step is fetched; have the endpoint name this puller to others
         until its seed is closed."""
-        later = time.monotonic() + FIRST_SECONDS
-        while not self._over.wait(ASK_SECONDS if time.monotonic() < later else LATER_SECONDS):
+        pause = 2 * _SHORT  # at the beginning others come, too
+        while not self._over.wait(pause):
             self._look_around()
+            pause = min(1.2 * pause, TURN)
         for one in self._neighbours.values():
             one.close()
-        while not self.seed.closed.wait(ANNOUNCE_SECONDS):
+        while not self.seed.closed.wait(_ANNOUNCE):
             with suppress(*_FAULTS):
-                if self._post(self._origin, ANNOUNCE_SECONDS).status == 410:
+                if self._post(self._origin, _ANNOUNCE).status == 410:
                     break
         self._origin.close()
 
@@ -179,7 +176,7 @@ class Swarm:
                 self._learn(url)
         every = list(self._neighbours.values())
         some = [one for one in every if not one.answered and not one.dropped]
-        ThreadPool(_GREET_AT_ONCE).each(self._greet, some)
+        ThreadPool(WORKERS).each(self._greet, some)
 
     def _greet(self, one: Neighbour) -> None:
         try:
@@ -189,7 +186,7 @@ class Swarm:
             one.dropped = one.dropped or f"does not answer: {fault}"
 
     def _announce_to(self, host: Host) -> SeedAnswer:
-        answer = self._post(host, GREET_SECONDS)
+        answer = self._post(host, TURN)
         return _answer.decode(answer.body) if answer.status == 200 else SeedAnswer([], False)
 
     def _post(self, host: Host, seconds: float) -> Reply:
@@ -226,7 +223,7 @@ class Swarm:
                     giver.active -= 1
                     self._open[index] = not done
             if not done:
-                self._over.wait(REST_SECONDS)
+                self._over.wait(_SHORT)
 
     def _choose(self) -> tuple[int | None, Neighbour]:
         """A piece to fetch, and from whom. Pieces of all pullers are on their way at any time: what
@@ -266,7 +263,7 @@ class Swarm:
         late, or its list of neighbours differs for a moment."""
         file, start, stop, _ = piece
         chunks = ArrivingChunks(file, start)
-        seconds = WAIT_SECONDS + max(SLOW_SECONDS, SLOWER * self._typical)
+        seconds = max(_SLOW, TURN + _SLOWER * self._typical)
         seconds = max(min(seconds, self._deadline.left()), 0.01)
         begun = time.monotonic()
         try:
@@ -278,10 +275,10 @@ class Swarm:
                     return False
         except (Answered, OSError, EndpointError) as fault:
             lacks = isinstance(fault, Answered)
-            at_once = lacks and time.monotonic() - begun < WAIT_SECONDS / 2
-            giver.failures += 1 if at_once else MISSES // STRIKES
+            at_once = lacks and time.monotonic() - begun < TURN / 2
+            giver.failures += 1 if at_once else _MISSES // 2
             giver.complete = False
-            if giver.failures >= MISSES:
+            if giver.failures >= _MISSES:
                 giver.dropped = giver.dropped or str(fault) or type(fault).__name__
             if lacks:
                 raise
