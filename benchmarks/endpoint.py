@@ -63,7 +63,7 @@ def prepare(group: Any, tensors: int, numel: int) -> tuple[str, str, int]:
         _made.pop("endpoint").close()
     if rank:
         return "", "", 0
-    _made["endpoint"] = tr.serve(state, step=1, group=False)
+    _made["endpoint"] = tr.serve(state, step=1, no_dist=True)
     transport = _made.setdefault("transport", _transport())
     transport.send_checkpoint([1], 1, state, LIMIT)
     return _made["endpoint"].url, transport.metadata(), tensors * numel * 4
@@ -86,8 +86,8 @@ def lap(group: Any, case: str, url: str, address: str) -> tuple[float, bool]:
         transport = _made.setdefault("transport", _transport())
         got = transport.recv_checkpoint(0, address, 1, LIMIT)
     else:
-        how = {"atomic": atomic, "same_host": "mapped" in case, "group": False}
-        got = tr.pull(url, into=into, **how).state  # type: ignore[arg-type]
+        how = tr.options.PullOptions(atomic=atomic, same_host="mapped" in case)
+        got = tr.pull(url, into=into, no_dist=True, options=how).state
     spent = time.monotonic() - begun
     pulls._pool = kept
     right = all(bool((got[f"w{n}"] == n + 1).all()) for n in range(len(got)))
@@ -150,7 +150,7 @@ def trainer(nbytes: int, seconds: float, rounds: int, tell: Callable[[str], None
     times: dict[str, list[float]] = {"alone": [], "read": []}
     ratios: list[float] = []
     stop = Path(f"/tmp/torchrelay-bench-{os.getpid()}")
-    with tr.serve(state, step=0, group=False) as endpoint:
+    with tr.serve(state, step=0, no_dist=True) as endpoint:
         _, step = train(seconds / 2, endpoint, state, 0)
         for number in range(rounds):
             alone, step = train(seconds, endpoint, state, step)

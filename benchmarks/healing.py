@@ -84,8 +84,8 @@ def _by_recover(rank: int, replicas: int) -> None:
             into=_state,
             sources=[_held["relay"].peer(0)],
             group=_held[f"group {replicas}"],
-            reshare=replicas > 1,
             timeout=SECONDS,
+            options=tr.options.RecoverOptions(reshare=replicas > 1),
         )
 
 

@@ -150,7 +150,12 @@ def prepare_loop(group: Any, job: str, nbytes: int, rate: float, steps: int, sec
 
     torch.set_num_threads(1)
     rank = dist.get_rank()
-    _made["keeper"] = tr.Keeper(f"{job}@{'ab'[rank]}", rate=rate, steps=steps, lease=SECONDS)
+    _made["keeper"] = tr.Keeper(
+        f"{job}@{'ab'[rank]}",
+        options=tr.options.KeeperOptions(
+            copy_bytes_per_second=rate, steps=steps, lease_seconds=SECONDS
+        ),
+    )
     _made["state"] = state_of(nbytes if rank == 0 else TENSORS * 4, 1.0)
     _made["step"] = 0
     _made["batch"] = torch.randn(512, 512)
@@ -296,7 +301,7 @@ def growth(nbytes: int, stages: int, restarts: int, tell: Callable[[str], None])
 
     job = f"growth-{os.getpid()}"
     state: dict[str, Any] = {**state_of(nbytes, 1.0), "step": 0}
-    keeper = tr.Keeper(job, group=False, lease=SECONDS)
+    keeper = tr.Keeper(job, no_dist=True, options=tr.options.KeeperOptions(lease_seconds=SECONDS))
     pid = keeper.pid
     assert pid is not None
     found: dict[str, dict[str, int]] = {}
@@ -312,7 +317,9 @@ def growth(nbytes: int, stages: int, restarts: int, tell: Callable[[str], None])
         if number in (max(1, restarts // 10), restarts):
             found[f"{number} restarts"] = held(job, pid)
             tell(f"growth: {number} restarts")
-    with tr.Keeper(job, group=False, lease=SECONDS) as last:
+    with tr.Keeper(
+        job, no_dist=True, options=tr.options.KeeperOptions(lease_seconds=SECONDS)
+    ) as last:
         got = tr.recover(into=state, sources=[last])
         exact = got.step == stages + restarts and last.pid == pid
     end(name_of(job))

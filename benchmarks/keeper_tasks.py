@@ -41,7 +41,9 @@ def keep(job: str, folder: str, nbytes: int) -> dict[str, Any]:
 
     state = state_of(nbytes, 1.0)
     dcp.save(state, checkpoint_id=folder)  # type: ignore[attr-defined]
-    with tr.Keeper(job, group=False, lease=SECONDS) as keeper:
+    with tr.Keeper(
+        job, no_dist=True, options=tr.options.KeeperOptions(lease_seconds=SECONDS)
+    ) as keeper:
         keeper.stage(1, state).result(SECONDS)
     return {}
 
@@ -50,7 +52,7 @@ def share(nbytes: int) -> dict[str, Any]:
     """Be a live peer until the end of the input."""
     import torchrelay as tr
 
-    with tr.serve(state_of(nbytes, 1.0), step=1, group=False) as endpoint:
+    with tr.serve(state_of(nbytes, 1.0), step=1, no_dist=True) as endpoint:
         print(endpoint.url, flush=True)
         sys.stdin.read()
     return {}
@@ -84,7 +86,9 @@ def recover(case: str, place: str, nbytes: int) -> dict[str, Any]:
             tr.recover(into=state, sources=[place])
             landed = time.monotonic()
         else:
-            with tr.Keeper(place, group=False, lease=SECONDS) as keeper:
+            with tr.Keeper(
+                place, no_dist=True, options=tr.options.KeeperOptions(lease_seconds=SECONDS)
+            ) as keeper:
                 tr.recover(into=state, sources=[keeper])
                 landed = time.monotonic()
     return {
@@ -100,7 +104,7 @@ def restart(job: str, nbytes: int) -> dict[str, Any]:
     import torchrelay as tr
 
     state: dict[str, Any] = {**state_of(nbytes, 0.0), "step": 0}
-    keeper = tr.Keeper(job, group=False, lease=SECONDS)
+    keeper = tr.Keeper(job, no_dist=True, options=tr.options.KeeperOptions(lease_seconds=SECONDS))
     state = tr.recover(into=state, sources=[keeper]).state
     state["step"] += 1
     keeper.stage(state["step"], state).result(SECONDS)

@@ -102,7 +102,7 @@ class Row:
         parts: list[str] = [self.case.ours.mode]
         if self.case.ours.fresh:
             parts.append(self.memory)
-        if setup.verify is not None:
+        if setup.verify is not True:
             parts.append(f"verify={setup.verify}")
         if setup.connections is not None:
             parts.append(f"connections={setup.connections}")

@@ -40,7 +40,7 @@ def serve_at(rank: int, nbytes: int) -> str:
     if rank == 0:
         state = {"w": pattern(nbytes)}
         address = f"{Switch.address(0)}:0"
-        _made["endpoint"] = tr.serve(state, step=1, address=address, access=ACCESS, group=False)
+        _made["endpoint"] = tr.serve(state, step=1, address=address, access=ACCESS, no_dist=True)
         told = [_made["endpoint"].url]
     dist.broadcast_object_list(told)
     _made["url"] = told[0]
@@ -65,9 +65,14 @@ def pull_at(rank: int, pullers: int, reshare: bool, gives_up: float | None) -> P
     if 0 < rank <= pullers:
         short = rank == pullers and gives_up is not None
         limit = gives_up if short and gives_up is not None else 110
-        options: dict[str, Any] = {"access": ACCESS, "reshare": reshare, "timeout": limit}
+        options: dict[str, Any] = {"access": ACCESS, "timeout": limit}
         try:
-            got = tr.pull(_made["url"], same_host=False, group=False, **options)
+            got = tr.pull(
+                _made["url"],
+                no_dist=True,
+                options=tr.options.PullOptions(same_host=False, reshare=reshare),
+                **options,
+            )
             right = not short
         except tr.errors.TransferTimeoutError:
             right = short

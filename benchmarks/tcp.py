@@ -44,7 +44,7 @@ def make(group: Any, nbytes: int, connections: int, chunk: int | None) -> None:
     limit = timedelta(seconds=SECONDS)
     _relays[TORCH] = PGTransport(group, limit, torch.device("cpu"), state_dict=lambda: _state)
     for name in CONTENDERS[1:]:
-        verify = False if name == UNVERIFIED else None
+        verify = name != UNVERIFIED
         _relays[name] = Relay(
             group,
             timeout=SECONDS,

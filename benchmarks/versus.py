@@ -14,6 +14,7 @@ from typing import Any, Literal, NamedTuple, Protocol
 import torch
 from torch.distributed.checkpoint._pg_transport import PGTransport
 
+from torchrelay.options import Verify
 from torchrelay.relay import Relay
 
 Who = Literal["torch", "torchrelay"]
@@ -32,7 +33,7 @@ class Setup:
     """How a `Relay` is set up; None leaves the choice to it."""
 
     route: str | None = None
-    verify: bool | None = None
+    verify: Verify = True
     pool: int | None = None
     connections: int | None = None
 

@@ -104,7 +104,7 @@ def suite(small: bool) -> list[Workload]:
     fanned = 8 * MIB if small else 1024 * MIB
     llama = (64, 176, 4, 512) if small else (1024, 2880, 24, 32_000)
     repeats = 1 if small else 5
-    tcp, checked = Setup(route="tcp"), Setup(verify=True)
+    tcp, checked = Setup(route="tcp"), Setup(verify="all")
     unpooled = Setup(pool=0)  # new memory for new tensors in each lap, as the others have it
 
     def case(mode: Mode, speed: float | None, setup: Setup = AS_IT_COMES, **bytes_: float) -> Case:

@@ -31,7 +31,7 @@ LAYERS: list[set[str]] = [
         "steps",
         "results",
     },
-    {"pending"},
+    {"options", "pending"},
     {"processes"},
     {"geometry"},
     {"record"},

@@ -142,7 +142,7 @@ def state() -> dict[str, torch.Tensor]:
 
 
 def test_saves_and_a_load(telemetry: Telemetry, tmp_path: Path) -> None:
-    with tr.Checkpointer(tmp_path, group=False) as checkpointer:
+    with tr.Checkpointer(tmp_path, no_dist=True) as checkpointer:
         checkpointer.save(1, state())
         checkpointer.save_async(2, state()).result(60)
         assert checkpointer.load(state()).step == 2
@@ -155,18 +155,21 @@ def test_saves_and_a_load(telemetry: Telemetry, tmp_path: Path) -> None:
 
 
 def test_a_publish_and_a_pull(telemetry: Telemetry) -> None:
-    with tr.serve(state(), step=7, group=False) as endpoint:
-        assert tr.pull(endpoint.url, newer_than=6, group=False).step == 7
+    with tr.serve(state(), step=7, no_dist=True) as endpoint:
+        assert (
+            tr.pull(endpoint.url, no_dist=True, options=tr.options.PullOptions(newer_than=6)).step
+            == 7
+        )
         endpoint._publisher.settle(60)
     telemetry.check_success("publish", 7)
     telemetry.check_success("pull", 7, "mapped")
 
 
 def test_a_stage_and_a_recovery(telemetry: Telemetry) -> None:
-    with tr.Keeper(f"metrics-{os.getpid()}", group=False) as keeper:
+    with tr.Keeper(f"metrics-{os.getpid()}", no_dist=True) as keeper:
         try:
             keeper.stage(3, state()).result(60)
-            assert tr.recover(sources=[keeper], group=False).step == 3
+            assert tr.recover(sources=[keeper], no_dist=True).step == 3
         finally:
             keeper.end()
     telemetry.check_success("stage", 3)
@@ -175,9 +178,9 @@ def test_a_stage_and_a_recovery(telemetry: Telemetry) -> None:
 
 
 def test_a_save_that_a_keeper_stages(telemetry: Telemetry, tmp_path: Path) -> None:
-    with tr.Keeper(f"metrics-save-{os.getpid()}", group=False) as keeper:
+    with tr.Keeper(f"metrics-save-{os.getpid()}", no_dist=True) as keeper:
         try:
-            with tr.Checkpointer(tmp_path, group=False, keeper=keeper) as checkpointer:
+            with tr.Checkpointer(tmp_path, no_dist=True, keeper=keeper) as checkpointer:
                 checkpointer.save_async(3, state()).result(60)
             keeper._publisher.settle(60)
         finally:
@@ -238,7 +241,7 @@ def failures(telemetry: Telemetry, operation: str) -> list[dict[str, Any]]:
 
 
 def test_a_failure_is_counted_by_its_type(telemetry: Telemetry, tmp_path: Path) -> None:
-    with tr.Checkpointer(tmp_path, group=False) as checkpointer:
+    with tr.Checkpointer(tmp_path, no_dist=True) as checkpointer:
         with pytest.raises(errors.StepNotFoundError):
             checkpointer.load(state())
         checkpointer.save(1, state())
@@ -253,10 +256,10 @@ def test_a_failure_is_counted_by_its_type(telemetry: Telemetry, tmp_path: Path) 
     assert "no step" in span.events[0].attributes["exception.message"]
     empty = tmp_path / "empty"
     empty.mkdir()
-    assert tr.recover(sources=[empty], group=False) is None  # a first start is no failure
+    assert tr.recover(sources=[empty], no_dist=True) is None  # a first start is no failure
     assert failures(telemetry, "recover") == []
     with pytest.raises(errors.RecoveryError):
-        tr.recover(sources=[empty], group=False, min_step=1)
+        tr.recover(sources=[empty], no_dist=True, min_step=1)
     (failed,) = failures(telemetry, "recover")
     assert failed == {
         "torchrelay.operation": "recover",
@@ -268,7 +271,7 @@ def test_a_failure_is_counted_by_its_type(telemetry: Telemetry, tmp_path: Path) 
 def test_a_save_that_fails_in_the_background(
     telemetry: Telemetry, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with tr.Checkpointer(tmp_path / "steps", group=False) as checkpointer:
+    with tr.Checkpointer(tmp_path / "steps", no_dist=True) as checkpointer:
 
         def refuse(*_: Any) -> Any:
             raise errors.CheckpointError("the disk is full", phase="write", file="x")
@@ -295,7 +298,7 @@ def test_a_save_that_fails_in_the_background(
 def test_a_save_that_is_skipped(
     telemetry: Telemetry, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with tr.Checkpointer(tmp_path, group=False) as checkpointer:
+    with tr.Checkpointer(tmp_path, no_dist=True) as checkpointer:
         monkeypatch.setattr(checkpointer._saver, "_is_busy", lambda save: True)
         assert checkpointer.save_async(1, state(), on_busy="skip").skipped
     (skips,) = telemetry.points(metrics.SKIPS, "save_async")
@@ -373,7 +376,7 @@ def test_telemetry_that_raises_fails_no_call(
     tracers.add_span_processor(Broken())
     monkeypatch.setattr(trace_api, "get_tracer_provider", lambda: tracers)
     monkeypatch.setattr(metrics_api, "get_meter_provider", BrokenMeters)
-    with tr.Checkpointer(tmp_path, group=False) as checkpointer:
+    with tr.Checkpointer(tmp_path, no_dist=True) as checkpointer:
         checkpointer.save(1, state())
         report = checkpointer.save_async(2, state()).result(60)
         assert report is not None and report.step == 2
@@ -410,7 +413,7 @@ WITHOUT = """
 import sys, torch
 {before}
 import torchrelay as tr
-with tr.Checkpointer(sys.argv[1], group=False) as checkpointer:
+with tr.Checkpointer(sys.argv[1], no_dist=True) as checkpointer:
     checkpointer.save(1, {{"a": torch.ones(4)}})
     checkpointer.save_async(2, {{"a": torch.ones(4)}}).result(60)
     assert checkpointer.load().step == 2

@@ -135,7 +135,7 @@ def measure(
     loads: dict[str, list[float]] = {LIMIT: [], HASHED: [], TWICE: [], ATOMIC: [], ONCE: []}
     sync = not str(folder).startswith("/dev/shm")
     exact = True
-    with tr.Checkpointer(folder / "steps", group=False) as checkpointer:
+    with tr.Checkpointer(folder / "steps", no_dist=True) as checkpointer:
         for step in range(repeats + 1):  # the first one is not counted
             saves[LIMIT].append(write_plain(views, folder / "plain", sync))
             remove(folder / "plain")

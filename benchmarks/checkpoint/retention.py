@@ -27,7 +27,7 @@ def measure(few: int, many: int, laps: int) -> dict[str, Any]:
     spent: dict[int, list[float]] = {few: [], many: []}
     with tempfile.TemporaryDirectory() as root:
         kept = {
-            count: tr.Checkpointer(f"{root}/{count}", group=False, keep=count) for count in spent
+            count: tr.Checkpointer(f"{root}/{count}", no_dist=True, keep=count) for count in spent
         }
         for count, checkpointer in kept.items():
             for step in range(count + 1):

@@ -56,7 +56,8 @@ def manager() -> Any:
 def checkpointer(group: Any, folder: str, **options: Any) -> torchrelay.Checkpointer:
     """The one of a folder, kept from lap to lap as a trainer keeps it."""
     if folder not in _open:
-        _open[folder] = torchrelay.Checkpointer(folder, group=group, timeout=100, **options)
+        rare = torchrelay.options.CheckpointerOptions(**options)
+        _open[folder] = torchrelay.Checkpointer(folder, group=group, timeout=100, options=rare)
     return _open[folder]
 
 

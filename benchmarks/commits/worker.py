@@ -100,7 +100,7 @@ class Worker:
         state = self.state(kind, scale)
         root = self.folder / "steps"
         spent = 0.0
-        with self.tr.Checkpointer(str(root), group=False, timeout=120) as there:
+        with self.tr.Checkpointer(str(root), no_dist=True, timeout=120) as there:
             if mode == "stall":
                 there.save_async(1, state).result(120)  # the first has the arena made
                 begun = time.monotonic()
@@ -113,7 +113,7 @@ class Worker:
                 spent = time.monotonic() - begun
         if mode.startswith("load"):
             into = {name: torch.zeros_like(tensor) for name, tensor in state.items()}
-            with self.tr.Checkpointer(str(root), group=False, timeout=120) as there:
+            with self.tr.Checkpointer(str(root), no_dist=True, timeout=120) as there:
                 begun = time.monotonic()
                 there.load(into, atomic=mode == "load")
                 spent = time.monotonic() - begun
@@ -191,7 +191,7 @@ class Worker:
         """The record of a step of rank 0 alone, saved once."""
         if self.manifests.get("kind") != kind:
             root = self.folder / "rested"
-            with self.tr.Checkpointer(str(root), group=False, timeout=120) as there:
+            with self.tr.Checkpointer(str(root), no_dist=True, timeout=120) as there:
                 there.save(1, state)
             data = (root / "step-1" / "manifest.json").read_bytes()
             self.manifests = {"kind": kind, "data": data}

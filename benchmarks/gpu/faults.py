@@ -80,7 +80,7 @@ def await_free(wanted: int, what: str) -> None:
 # Bytes that are not what was sent
 
 
-def altered(me: Me, route: str, mode: str, verify: bool | None) -> Any:
+def altered(me: Me, route: str, mode: str, verify: Any) -> Any:
     """The sender's digests are not those of its bytes: found, and the destination told apart."""
     relay = relay_of(me, route=route, verify=verify)
 
@@ -133,7 +133,7 @@ def _refuses(me: Me, relay: tr.Relay, mode: str, error: str) -> tuple[tr.Report,
 def written_wrong(me: Me, route: str, mode: str) -> Any:
     """A bit flips in the receiver's memory when it has been copied: hashed there, and found. What
     can be fetched again flips again."""
-    relay = relay_of(me, route=route, verify=True)
+    relay = relay_of(me, route=route, verify="all")
     if me.rank == 0:
         state = m.weights(1, me.device, most=7)
         expect(("PeerLostError",), lambda: relay.send(state, to=1))
@@ -165,7 +165,7 @@ def written_wrong(me: Me, route: str, mode: str) -> Any:
     return told(report, note)
 
 
-def changed_unseen(me: Me, mode: str, verify: bool | None) -> Any:
+def changed_unseen(me: Me, mode: str, verify: Any) -> Any:
     """The sender's memory changes after it was hashed, behind the version counter's back."""
     relay = relay_of(me, route="cuda_ipc", verify=verify)
     if me.rank == 0:

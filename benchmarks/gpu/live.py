@@ -183,7 +183,7 @@ def main() -> int:
         total = ranks.run(make, count, each, ["cuda", "cuda"])[0]
         run("GPU to GPU, in place, atomic=False", bar=650, first_bar=25)
         run("GPU to GPU, in place, atomic", atomic=True)
-        run("GPU to GPU, in place, atomic=False, verify=True", verify=True)
+        run("GPU to GPU, in place, atomic=False, verify=all", verify="all")
         run("GPU to GPU, in place, atomic=False, verify=False", verify=False)
         run("GPU to GPU, new tensors", fresh=True)
         run("GPU to GPU by memory, atomic=False", route="memory", bar=15)

@@ -181,11 +181,11 @@ def _unasked(device: str) -> Iterable[Case]:
 
 def _checks(routes: Iterable[str]) -> Iterable[Case]:
     for route in routes:
-        for verify, checked in ((True, True), (False, False), (None, route != "memory")):
+        for verify, checked in (("all", True), (False, False), (True, route != "memory")):
             run = together(scenes.verified, route, verify, checked)
             yield Case(f"verify={verify}", route, run)
     for route in routes:
-        for verify in (None, True) if route == "cuda_ipc" else (True,):
+        for verify in (True, "all") if route == "cuda_ipc" else ("all",):
             for mode in MODES:
                 run = together(faults.altered, route, mode, verify)
                 yield Case(f"digests that do not hold, verify={verify}, {mode}", route, run)
@@ -200,7 +200,7 @@ def _on_a_gpu(routes: Iterable[str]) -> Iterable[Case]:
         for route in routes:
             run = together(faults.written_wrong, route, mode)
             yield Case(f"a bit flips after the copy, {mode}", route, run)
-        for verify in (None, True):
+        for verify in (True, "all"):
             run = together(faults.changed_unseen, mode, verify)
             yield Case(f"changed, and autograd not told, verify={verify}, {mode}", "cuda_ipc", run)
     yield Case("two relays open the same memory", "cuda_ipc", together(faults.two_relays))

@@ -52,7 +52,7 @@ def expect(kinds: tuple[str, ...], call: Callable[[], Any], cause: str = "") -> 
     begun = time.monotonic()
     try:
         call()
-    except tr.RelayError as fault:
+    except tr.errors.RelayError as fault:
         name, why = type(fault).__name__, type(fault.__cause__).__name__
         if name not in kinds:
             raise Wrong(f"{name} instead of {' or '.join(kinds)}: {fault}") from fault
@@ -96,7 +96,7 @@ def whole(me: Me, route: str | None, mode: str, tiny: int, refused: bool) -> Any
     return told(report)
 
 
-def verified(me: Me, route: str, verify: bool | None, expected: bool) -> Any:
+def verified(me: Me, route: str, verify: Any, expected: bool) -> Any:
     relay = relay_of(me, route=route, verify=verify)
     if me.rank == 0:
         report = relay.send(m.weights(1, me.device), to=1)
@@ -144,8 +144,8 @@ def _part(me: Me, relay: tr.Relay, options: dict[str, Any]) -> Any:
     if m.bits(into["a"]) != m.bits(m.weights(OLD, "cpu")["a"]):
         raise Wrong("a refused state has changed the destination")
     report = relay.recv(0, into=into, strict=False, **options).report
-    if len(report.missing) != len(state) - 2 or len(report.extra) != 1:
-        raise Wrong(f"missing {report.missing}, extra {report.extra}")
+    if len(report.unexpected_keys) != len(state) - 2 or len(report.missing_keys) != 1:
+        raise Wrong(f"missing {report.unexpected_keys}, extra {report.missing_keys}")
     for name in ("a", "g"):
         if m.bits(into[name]) != m.bits(m.weights(3, "cpu")[name]):
             raise Wrong(f"/{name}: WRONG BITS")

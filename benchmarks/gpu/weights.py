@@ -79,7 +79,12 @@ def worker(line: Connection, count: int, nbytes: int) -> None:
         if kind == "update":
             got = following.update(at_least=step)
         else:
-            got = tr.pull(url, into=state, timeout=SECONDS, verify=kind == "verified pull")
+            got = tr.pull(
+                url,
+                into=state,
+                timeout=SECONDS,
+                options=tr.options.PullOptions(verify="all" if kind == "verified pull" else True),
+            )
         ended = time.monotonic()
         text = ""
         if profile is not None:

@@ -28,7 +28,7 @@ import torchrelay as tr
 from benchmarks.harness import machine, save
 from benchmarks.versus import hush_torch
 from tests.support.netns import GIGABIT, HostFailed, Hosts, Switch, Unavailable, received_bytes
-from torchrelay.endpoint import Encoding
+from torchrelay.weights import Encoding
 
 RESULT = Path(__file__).parents[1] / "results" / "weights-links.json"
 ONE, TWO = 1, 2  # trainers, and as many workers

@@ -19,7 +19,7 @@ import torchrelay as tr
 from benchmarks.harness import machine, save
 from benchmarks.plot import plot_training
 from examples.elastic.gpt import GPT, Text
-from torchrelay.endpoint import Encoding
+from torchrelay.weights import Encoding
 
 RESULT = Path(__file__).parents[1] / "results" / "weights-training.json"
 FIRST_RATE, RATE = 1e-3, 1e-5
@@ -40,8 +40,8 @@ def measure(width: int, layers: int, first: int, steps: int) -> dict[str, Any]:
     rows: list[dict[str, Any]] = []
     cast = Encoding(dtype=torch.bfloat16)
     with (
-        tr.serve(model.state_dict(), step=0, group=False, encoding=cast) as endpoint,
-        tr.subscribe(endpoint.url, into=into, group=False, same_host=False) as subscription,
+        tr.serve(model.state_dict(), step=0, no_dist=True, encoding=cast) as endpoint,
+        tr.subscribe(endpoint.url, into=into, no_dist=True, same_host=False) as subscription,
     ):
         subscription.update()
         for step in range(1, steps + 1):

@@ -46,7 +46,7 @@ def train(
     keeper = tr.Keeper(job)
     checkpointer = tr.Checkpointer(folder, keep=tr.KeepLast(2), keeper=keeper)
     # None at the first start. Steps that cannot be read end the job instead.
-    got = tr.recover(into=state, sources=[keeper, checkpointer])
+    got = tr.recover([keeper, checkpointer], into=state)
     if got is not None and rank == 0:
         print(got.report, flush=True)
 

@@ -2,7 +2,7 @@
 
 torchrun --standalone --nproc-per-node 2 --max-restarts 3 examples/fsdp/train.py --folder run
 
-The seven lines marked `# +` are all that torchrelay needs to save in the background, to resume on
+The eight lines marked `# +` are all that torchrelay needs to save in the background, to resume on
 any number of ranks, to save when the cluster asks the job to stop (SIGTERM), and to bring the last
 step back from memory when torchrun starts the workers again.
 """
@@ -53,8 +53,9 @@ def train(folder: str, job: str, steps: int, every: int) -> None:
     ema = {name: weight.detach().clone() for name, weight in model.named_parameters()}
     data = Data(rank, world)
     state = {"model": model, "optim": optim, "schedule": schedule, "ema": ema, "data": data}  # +
-    ckpt = tr.Checkpointer(folder, keep=3, keeper=tr.Keeper(job))  # +
-    tr.recover(into=state, sources=[ckpt.keeper, ckpt])  # +
+    keeper = tr.Keeper(job)  # +
+    ckpt = tr.Checkpointer(folder, keep=3, keeper=keeper)  # +
+    tr.recover([keeper, ckpt], into=state)  # +
     done = False
     while not done:
         points, classes = data.batch()

@@ -42,7 +42,7 @@ def sample(
             got = subscription.update(at_least=version + 1)  # the newest; it waits for one
         except tr.errors.PeerLostError:
             continue  # a trainer died while it was read: the weights are still of one version
-        version = got.step
+        version = got.step or 0
         if digest(model, DTYPE) != weights["digest"]:
             raise RuntimeError(f"the weights of version {version} are not those of the trainers")
         text = write(model, length, seed=version)

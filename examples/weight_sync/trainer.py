@@ -16,7 +16,7 @@ from torch.nn import functional
 from workers import SECONDS
 
 import torchrelay as tr
-from torchrelay.endpoint import Encoding
+from torchrelay.weights import Encoding
 
 DTYPE = torch.bfloat16  # of the published weights
 PUBLISH_EVERY, SAVE_EVERY = 4, 10  # steps

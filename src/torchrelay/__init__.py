@@ -10,6 +10,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 from torchrelay import errors as errors
+from torchrelay import options as options
 from torchrelay.pause import gc_paused
 from torchrelay.version import __version__ as __version__
 
@@ -19,7 +20,6 @@ if TYPE_CHECKING:
     from torchrelay.coordination.groups import init_process_group
     from torchrelay.endpoint.front import serve
     from torchrelay.endpoint.pull import pull
-    from torchrelay.errors import RelayError
     from torchrelay.keeper.front import Keeper
     from torchrelay.pending import Pending
     from torchrelay.recovery.front import recover
@@ -39,10 +39,10 @@ __all__ = [
     "Loaded",
     "Pending",
     "Relay",
-    "RelayError",
     "Report",
     "errors",
     "init_process_group",
+    "options",
     "pull",
     "recover",
     "register",
@@ -56,7 +56,6 @@ _HOMES = {
     "torchrelay.coordination.groups": ("init_process_group",),
     "torchrelay.endpoint.front": ("serve",),
     "torchrelay.endpoint.pull": ("pull",),
-    "torchrelay.errors": ("RelayError",),
     "torchrelay.keeper.front": ("Keeper",),
     "torchrelay.pending": ("Pending",),
     "torchrelay.recovery.front": ("recover",),

@@ -25,7 +25,7 @@ class Owner:
     def __init__(self, what: str, instead: str = "") -> None:
         """`instead`: what a child is to do."""
         self._what = what
-        self._instead = instead or "make a Checkpointer of its own in the child, with group=False"
+        self._instead = instead or "make a Checkpointer of its own in the child, with no_dist=True"
         self._pid = os.getpid()
 
     @property

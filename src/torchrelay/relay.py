@@ -21,6 +21,7 @@ from torchrelay.memory.gpu.kernels import warm_up
 from torchrelay.memory.gpu.side import in_use, settle
 from torchrelay.memory.pool import Pool, Pooled
 from torchrelay.metrics import Measurement
+from torchrelay.options import Verify, checked_verify
 from torchrelay.owner import Owner
 from torchrelay.progress import ProgressCallback, reporter
 from torchrelay.results import Loaded, Report
@@ -56,9 +57,8 @@ class Relay:
     Bytes take the fastest route that works: memory of a GPU opened by the receiver ("cuda_ipc"),
     host memory read by the receiver ("memory"), device memory moved by a backend such as nccl
     ("group"), or TCP connections ("tcp"). `route` allows one alone.
-    `verify=None` compares digests of what crosses a wire; True, also of what the kernel copies on
-    one machine; False, of nothing. On route "tcp" a state goes over at most `connections`
-    connections at a time: two to eight by default, by the number of cores.
+    `verify` is described in `torchrelay.options`. On route "tcp" a state goes over at most
+    `connections` connections at a time: two to eight by default, by the number of cores.
 
     Calls from several threads at once are fine. The relay keeps its transfer buffers and the memory
     of received states that are gone (at most `pool` bytes while idle; by default all processes of
@@ -73,7 +73,7 @@ class Relay:
         timeout: Timeout = 300.0,
         join_window: float = 10.0,
         chunk_bytes: int | None = None,
-        verify: bool | None = None,
+        verify: Verify = True,
         route: str | None = None,
         pool: int | None = None,
         connections: int | None = None,
@@ -103,7 +103,8 @@ class Relay:
         self._timeout = timeout
         self._join_window = seconds_of(join_window, "join_window")
         self._chunk_bytes = chunk_bytes
-        self._verify = verify
+        # On the wire: None compares what crosses one, True also what the kernel copies.
+        self._verify = {False: False, True: None, "all": True}[checked_verify(verify)]
         self._route = check_route(route)
         self._connections = usual_connections() if connections is None else connections
         self._resources = Resources()

@@ -56,11 +56,12 @@ class Report:
     seconds: dict[str, float] = field(default_factory=dict)  # by phase
     peers: dict[Peer, Outcome] = field(default_factory=dict)  # receivers, or sources
     attempts: tuple[Attempt, ...] = ()  # sources asked, and newer steps that were skipped
-    missing: tuple[str, ...] = ()  # offered, not in the destination (strict=False)
-    extra: tuple[str, ...] = ()  # in the destination, not offered (strict=False)
+    missing_keys: tuple[str, ...] = ()  # in the destination, absent in the source (strict=False)
+    unexpected_keys: tuple[str, ...] = ()  # in the source, absent in the destination (strict=False)
     verified: bool = True  # whether digests were compared
     instead: dict[str, str] = field(default_factory=dict)  # faster routes: why none was taken
     traffic: Traffic = field(default_factory=Traffic)
+    skipped: str | None = None  # why nothing was saved, published or staged
 
     @property
     def total_seconds(self) -> float:
@@ -123,6 +124,8 @@ class Report:
         speed = self.bytes / spent / 1e9 if spent else 0.0
         rate = f", {speed:.2f} GB/s" if speed >= 0.01 else ""
         lines = [f"{step}{self.bytes} bytes{route}{over} in {spent:.3g} s{rate}"]
+        if self.skipped is not None:
+            lines = [f"{step}skipped: {self.skipped}"]
         lines += map(str, self.attempts)
         for name, peer in self.peers.items():
             if peer.status != "done":
@@ -136,9 +139,9 @@ class Report:
 @dataclass(frozen=True, eq=False)
 class Loaded:
     """A state that was received, loaded, pulled or recovered, with its step (None if the sender
-    named none) and the report. With `pull(reshare=True)`, `seed` serves the step until closed.
-    `back_from`: the higher step that the destination had before an update, where the publisher has
-    gone back."""
+    named none) and the report. With `PullOptions(reshare=True)`, `seed` serves the step until
+    closed. `back_from`: the higher step that the destination had before an update, where the
+    publisher has gone back."""
 
     state: Any = field(repr=False)
     step: int | None

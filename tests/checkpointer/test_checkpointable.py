@@ -85,7 +85,7 @@ def test_ranks_save_their_boxes_and_load_others(pool2: RankPool, tmp_path: Path)
         got = steps.load(step=1).state
         for name in ("rows", "corners", "on one"):
             assert type(got[name]) is torch.Tensor and torch.equal(got[name], whole())
-        with tr.Checkpointer(tmp_path, group=False) as there:
+        with tr.Checkpointer(tmp_path, no_dist=True) as there:
             assert there.load(step=1, include="rows").state["rows"].shape == (6, 4)
 
 

@@ -98,7 +98,9 @@ def sharded(rank: int, group: Any, place: str) -> bool:
         held.load({"model": into})
         same = [torch.equal(into[name].to_local(), state[name].to_local()) for name in state]
         if rank == 0:
-            with tr.Checkpointer(place, group=False, read_only=True) as alone:
+            with tr.Checkpointer(
+                place, no_dist=True, options=tr.options.CheckpointerOptions(read_only=True)
+            ) as alone:
                 alone.export_hf(Path(place) / "hf")
                 check_state(alone.load().state["model"])
         dist.barrier(group)

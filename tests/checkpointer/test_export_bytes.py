@@ -120,7 +120,7 @@ def test_files_of_other_writers_have_the_same_data(tmp_path: Path) -> None:
     source, target = HeldSource(model), tmp_path / "model.safetensors"
     write_safetensors(source, source.contents.tensors, target, lambda progress: None)
     assert digests(tmp_path) == EXPORTED["plain"]
-    with tr.serve(model, step=1, group=False, timeout=60) as endpoint:
+    with tr.serve(model, step=1, no_dist=True, timeout=60) as endpoint:
         served = urllib.request.urlopen(f"{endpoint.url}/model.safetensors", timeout=30).read()
     assert data_of(served) == data_of(target.read_bytes())
 
@@ -173,9 +173,9 @@ def test_a_damaged_step_is_not_exported_in_part(tmp_path: Path) -> None:
 
 def growth(rank: int, group: Any, place: str) -> tuple[int, int]:
     """By how many bytes this process grew at its peak while it exported, and what it wrote."""
-    with tr.Checkpointer(f"{place}/small", group=False) as small:
+    with tr.Checkpointer(f"{place}/small", no_dist=True) as small:
         small.export_hf(f"{place}/hf-small")  # whatever is imported, and made once
-    with tr.Checkpointer(f"{place}/run", group=False) as held:
+    with tr.Checkpointer(f"{place}/run", no_dist=True) as held:
         before = reset_peak()
         held.export_hf(f"{place}/hf")
         after = peak()

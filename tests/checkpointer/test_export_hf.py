@@ -110,7 +110,7 @@ def test_a_target_that_cannot_be_written_is_told_and_nothing_is_left(
         raise OSError(errno.ENOSPC, "no space left")
 
     (tmp_path / "file").touch()
-    with tr.Checkpointer(tmp_path / "steps", group=False) as checkpointer:
+    with tr.Checkpointer(tmp_path / "steps", no_dist=True) as checkpointer:
         checkpointer.save(1, {"model": model()})
         with pytest.raises(tr.errors.CheckpointError, match="cannot export"):
             checkpointer.export_hf(tmp_path / "file" / "hf")
@@ -134,7 +134,7 @@ def test_an_export_that_nobody_waits_for_leaves_nothing(
             press_ctrl_c()
         assert told.wait(20)
 
-    with tr.Checkpointer(tmp_path / "steps", group=False) as checkpointer:
+    with tr.Checkpointer(tmp_path / "steps", no_dist=True) as checkpointer:
         checkpointer.save(1, {"model": model()})
         monkeypatch.setattr(LocalSink, "write", interrupted)
         with heeding_ctrl_c(), pytest.raises(KeyboardInterrupt):

@@ -88,7 +88,9 @@ def test_digests_that_a_gpu_made_are_the_librarys(saved: tr.Checkpointer) -> Non
 def test_an_asynchronous_save_keeps_what_was_there_when_it_was_called(
     tmp_path: Path, stage: Any
 ) -> None:
-    with tr.Checkpointer(tmp_path / "run", stage_on=stage) as checkpointer:
+    with tr.Checkpointer(
+        tmp_path / "run", options=tr.options.CheckpointerOptions(stage_on=stage)
+    ) as checkpointer:
         for step in (1, 2):
             state = made(step)
             pending = checkpointer.save_async(step, state)

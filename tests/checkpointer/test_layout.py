@@ -65,7 +65,9 @@ def test_a_model_in_several_files(tmp_path: Path, flat: bool) -> None:
     """Laid out as transformers reads it: an index beside numbered files."""
     made = model()
     whole = dict(made.state_dict())
-    with tr.Checkpointer(tmp_path, file_bytes=1000, timeout=30) as there:
+    with tr.Checkpointer(
+        tmp_path, timeout=30, options=tr.options.CheckpointerOptions(file_bytes=1000)
+    ) as there:
         there.save(0, whole if flat else {"model": made, "other": {"x": torch.ones(3)}})
         index = json.loads((tmp_path / "step-0" / "model.safetensors.index.json").read_text())
         files = sorted(tmp_path.glob("step-0/model-*.safetensors"))

@@ -36,7 +36,7 @@ def test_an_interrupt_while_waiting_is_raised_and_the_save_is_finished(
 ) -> None:
     files = HeldCommit()
     with stores_with(files):
-        ckpt = tr.Checkpointer(tmp_path, group=False, timeout=60)
+        ckpt = tr.Checkpointer(tmp_path, no_dist=True, timeout=60)
     with ckpt:
         pending = ckpt.save_async(1, state(1))
         with pytest.raises(KeyboardInterrupt):

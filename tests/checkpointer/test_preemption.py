@@ -134,7 +134,7 @@ def train(rank: int, group: Any, root: str, seed: int, trials: int, how: str) ->
         sender.join(20)
         checkpointer.close()
         restored = signal.getsignal(signal.SIGTERM) == before
-        with tr.Checkpointer(f"{root}/{trial}", group=False) as after:
+        with tr.Checkpointer(f"{root}/{trial}", no_dist=True) as after:
             newest = after.load()
             whole = equal(newest.state["w"], mine(rank, step)["w"])
             found.append((reached, step, newest.step, whole, restored))
@@ -230,7 +230,7 @@ def one_process(root: str) -> list[Any]:
     passed: list[int] = []
     signal.signal(signal.SIGTERM, lambda number, frame: passed.append(number))
     signal.signal(signal.SIGUSR1, lambda number, frame: passed.append(number))
-    with tr.Checkpointer(root, group=False) as checkpointer:
+    with tr.Checkpointer(root, no_dist=True) as checkpointer:
         os.kill(os.getpid(), signal.SIGTERM)
         found.append(list(passed))  # before the first call a signal does what it always did
         found.append(checkpointer.reached_preemption(1))
@@ -239,11 +239,15 @@ def one_process(root: str) -> list[Any]:
         found += [checkpointer.reached_preemption(2), checkpointer.reached_preemption(3)]
         checkpointer.save(3, mine(0, 3))
     found.append(list(passed))  # the caller knew of it
-    with tr.Checkpointer(root, group=False, signals=(signal.SIGUSR1,)) as checkpointer:
+    with tr.Checkpointer(
+        root, no_dist=True, options=tr.options.CheckpointerOptions(signals=(signal.SIGUSR1,))
+    ) as checkpointer:
         found.append(checkpointer.reached_preemption(4))
         os.kill(os.getpid(), signal.SIGUSR1)
     found.append(list(passed))  # the caller never learned of this one: it takes effect at the end
-    with tr.Checkpointer(root, group=False, read_only=True) as checkpointer:
+    with tr.Checkpointer(
+        root, no_dist=True, options=tr.options.CheckpointerOptions(read_only=True)
+    ) as checkpointer:
         found.append(checkpointer.steps())
     return found
 
@@ -263,7 +267,7 @@ def test_signals_of_one_process(tmp_path: Path) -> None:
 
 
 def test_signals_are_watched_in_the_main_thread(tmp_path: Path) -> None:
-    with tr.Checkpointer(tmp_path, group=False) as checkpointer:
+    with tr.Checkpointer(tmp_path, no_dist=True) as checkpointer:
         raised: list[BaseException] = []
 
         def call() -> None:
@@ -282,7 +286,7 @@ def test_signals_are_watched_in_the_main_thread(tmp_path: Path) -> None:
 
 def test_a_signal_to_the_writer_process_does_not_end_it(tmp_path: Path) -> None:
     """A scheduler may signal every process of a job."""
-    with tr.Checkpointer(tmp_path, group=False, timeout=30) as checkpointer:
+    with tr.Checkpointer(tmp_path, no_dist=True, timeout=30) as checkpointer:
         checkpointer.save_async(1, mine(0, 1)).result(20)
         writer = checkpointer._saver.writer.process.pid
         assert writer is not None

@@ -20,7 +20,7 @@ from torch.distributed.tensor.parallel import (
 )
 
 import torchrelay as tr
-from tests.support import meshes
+from tests.support import flat, meshes
 from tests.support.ranks import RankPool
 from tests.support.states import assert_same, bits
 from torchrelay.planning.stored import stored_tensors
@@ -32,7 +32,7 @@ TIMEOUT = 20.0
 
 
 def checkpointer(root: str, group: Any = None, **options: Any) -> tr.Checkpointer:
-    return tr.Checkpointer(root, group=group, timeout=TIMEOUT, **options)
+    return flat.checkpointer(root, group=group, timeout=TIMEOUT, **options)
 
 
 @contextmanager
@@ -583,7 +583,7 @@ def test_several_checkpointers_at_once(pool2: Any, tmp_path: Path) -> None:
 def told(act: Callable[[], object]) -> tuple[str, int | None, str | None, str]:
     try:
         act()
-    except tr.RelayError as fault:
+    except tr.errors.RelayError as fault:
         return type(fault).__name__, fault.rank, fault.path, str(fault)
     return "nothing", None, None, ""
 
@@ -744,7 +744,7 @@ def one_replica_alone(rank: int, group: Any, root: str) -> int:
         there.save(1, state)
         with tr.serve(state, step=1, group=pairs[mine], timeout=TIMEOUT) as endpoint:
             endpoint.publish(state, step=2).result(TIMEOUT)
-            got = tr.pull(endpoint.url, group=False, timeout=TIMEOUT)
+            got = tr.pull(endpoint.url, no_dist=True, timeout=TIMEOUT)
             dist.barrier(pairs[mine])
     assert all(torch.equal(got.state[name], whole[name]) for name in whole)
     assert torch.equal(got.state["norm"], torch.ones(3))
@@ -757,7 +757,7 @@ def test_one_replica_of_a_job_is_saved_and_served_by_its_own_ranks(
 ) -> None:
     assert pool4.run(one_replica_alone, str(tmp_path), timeout=60) == [2] * 4
     for replica in range(2):
-        with checkpointer(str(tmp_path / str(replica)), group=False) as there:
+        with checkpointer(str(tmp_path / str(replica)), no_dist=True) as there:
             state = there.load().state
         for number in range(9):
             assert state[f"w{number}"].tolist() == list(range(7 + number))

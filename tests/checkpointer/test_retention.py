@@ -25,7 +25,7 @@ def opened_by_a_save(rank: int, group: Any, root: str, retained: int) -> int:
     if not _opened:
         sys.addaudithook(_note)
     root = f"{root}/{rank}"
-    with tr.Checkpointer(root, group=False, keep=tr.KeepLast(retained)) as ckpt:
+    with tr.Checkpointer(root, no_dist=True, keep=tr.KeepLast(retained)) as ckpt:
         for step in range(retained + 1):
             ckpt.save(step, state(step))
         _opened[:] = ["hooked"]
@@ -54,7 +54,7 @@ def test_a_save_lists_the_directory_twice(tmp_path: Path, monkeypatch: pytest.Mo
     listed = []
     names = StepRoot.names
     monkeypatch.setattr(StepRoot, "names", lambda self: listed.append(self) or names(self))
-    with tr.Checkpointer(tmp_path, group=False, keep=2) as ckpt:
+    with tr.Checkpointer(tmp_path, no_dist=True, keep=2) as ckpt:
         for step in range(3):
             ckpt.save(step, state(step))
         listed.clear()
@@ -83,7 +83,7 @@ def test_a_step_that_was_checked_is_checked_again_when_the_listing_shows_another
     tmp_path: Path,
 ) -> None:
     """Another process replaces a step by one that is not whole."""
-    with tr.Checkpointer(tmp_path, group=False, keep=3) as ckpt:
+    with tr.Checkpointer(tmp_path, no_dist=True, keep=3) as ckpt:
         for step in (1, 2, 3, 4):
             ckpt.save(step, state(step))
         assert ckpt.steps() == [2, 3, 4]
@@ -97,7 +97,7 @@ def test_a_step_that_was_checked_is_checked_again_when_the_listing_shows_another
 
 def test_the_newest_steps_are_looked_at_each_time(tmp_path: Path) -> None:
     """A restart would take them."""
-    with tr.Checkpointer(tmp_path, group=False, keep=2) as ckpt:
+    with tr.Checkpointer(tmp_path, no_dist=True, keep=2) as ckpt:
         for step in (1, 2):
             ckpt.save(step, state(step))
         os.truncate(tmp_path / "step-2" / "model.safetensors", 9)
@@ -107,10 +107,10 @@ def test_the_newest_steps_are_looked_at_each_time(tmp_path: Path) -> None:
 
 def test_a_step_of_a_bucket_that_another_process_saved_again_counts(s3: S3) -> None:
     pytest.importorskip("obstore")
-    with tr.Checkpointer(s3.url("run"), group=False, keep=2, timeout=60) as ckpt:
+    with tr.Checkpointer(s3.url("run"), no_dist=True, keep=2, timeout=60) as ckpt:
         for step in (1, 2):
             ckpt.save(step, {"w": torch.ones(3)})
-        with tr.Checkpointer(s3.url("run"), group=False, timeout=60) as other:
+        with tr.Checkpointer(s3.url("run"), no_dist=True, timeout=60) as other:
             other.save(2, {"w": torch.ones(300)}, overwrite=True)
         ckpt.save(3, {"w": torch.ones(3)})
         assert ckpt.steps() == [2, 3]

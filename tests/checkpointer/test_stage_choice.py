@@ -15,7 +15,7 @@ from torchrelay.memory.gpu.spare import DeviceCopy
 def test_a_place_that_there_is_none_of_is_refused_with_those_there_are(tmp_path: Path) -> None:
     stage: Any = "disk"
     with pytest.raises(tr.errors.UsageError, match="'auto' or 'host' or 'device', not 'disk'"):
-        tr.Checkpointer(tmp_path, stage_on=stage)
+        tr.Checkpointer(tmp_path, options=tr.options.CheckpointerOptions(stage_on=stage))
 
 
 def test_a_device_that_torch_has_none_of_is_refused(tmp_path: Path) -> None:
@@ -31,7 +31,9 @@ def test_a_state_in_host_memory_is_saved_as_it_was_when_the_call_was_made(
     tmp_path: Path, stage: Any
 ) -> None:
     state = {"w": torch.arange(100_000), "b": torch.ones(3)}
-    with tr.Checkpointer(tmp_path, stage_on=stage) as checkpointer:
+    with tr.Checkpointer(
+        tmp_path, options=tr.options.CheckpointerOptions(stage_on=stage)
+    ) as checkpointer:
         pending = checkpointer.save_async(1, state)
         state["w"].zero_()
         pending.result()

@@ -231,7 +231,9 @@ def test_a_share_larger_than_the_budget(tmp_path: Path) -> None:
         "wide": torch.randn(2_000_003, dtype=torch.float64),
         "small": [torch.tensor(n) for n in range(50)],
     }
-    with tr.Checkpointer(tmp_path, memory_budget=16 << 20, timeout=60) as there:
+    with tr.Checkpointer(
+        tmp_path, timeout=60, options=tr.options.CheckpointerOptions(memory_budget=16 << 20)
+    ) as there:
         there.save(0, state)
         pending = there.save_async(1, state)
         expected = there.load(step=0).state
@@ -278,7 +280,7 @@ def test_a_state_that_is_trained_on_while_it_is_copied_is_an_error(
         train()
 
     stage = host_slots.stage
-    with tr.serve(state, step=1, group=False, timeout=30) as endpoint:
+    with tr.serve(state, step=1, no_dist=True, timeout=30) as endpoint:
         monkeypatch.setattr(host_slots, "stage", copy)
         with pytest.raises(
             tr.errors.CheckpointError, match=r"changed while it was saved.*at model.w"
@@ -379,8 +381,8 @@ def test_not_strict(there: tr.Checkpointer) -> None:
     del into["model"]["b"]
     into["mine"] = torch.full((2,), 5.0)
     loaded = there.load(into=into, strict=False)
-    assert loaded.report.missing == ("['model']['b']",)
-    assert loaded.report.extra == ("['mine']",)
+    assert loaded.report.unexpected_keys == ("['model']['b']",)
+    assert loaded.report.missing_keys == ("['mine']",)
     assert torch.equal(into["model"]["w"], example()["model"]["w"])
     assert into["mine"].tolist() == [5, 5] and "b" not in into["model"]
 
@@ -527,7 +529,7 @@ def test_a_job_goes_on_where_it_was(there: tr.Checkpointer, steps_before: int) -
     parameters = list(other["model"].parameters())
     places = [parameter.data_ptr() for parameter in parameters]
     loaded = there.load(into=other)
-    assert loaded.state is other and loaded.report.missing == ()
+    assert loaded.state is other and loaded.report.unexpected_keys == ()
     assert all(a is b for a, b in zip(parameters, other["model"].parameters(), strict=True))
     assert places == [parameter.data_ptr() for parameter in parameters]
     assert_same(plain(first), plain(other), in_place=True)
@@ -577,7 +579,7 @@ def test_a_module_of_another_make(there: tr.Checkpointer, root: bool) -> None:
         assert caught.value.path == ("" if root else "['model']") + f"['{name}']"
         assert_same(before, dict(into.state_dict()), in_place=True)
         report = there.load(into=state(into), step=step, strict=False).report
-        assert len(report.missing if into is smaller else report.extra) == 2
+        assert len(report.unexpected_keys if into is smaller else report.missing_keys) == 2
         stored = there.load(step=step).state
         stored = stored if root else stored["model"]
         assert torch.equal(into[0].weight, stored["0.weight"])

@@ -13,7 +13,7 @@ import torch.distributed.checkpoint as dcp
 import torchrelay as tr
 from tests.support.ranks import RankPool
 from torchrelay.dcp import Reader, Writer
-from torchrelay.dropin.convert import convert
+from torchrelay.dropin.conversion import convert
 from torchrelay.steps import MAX_STEP
 
 STATE = {"model": {"w": torch.arange(3.0)}}
@@ -41,7 +41,12 @@ def test_numbers_of_numpy_are_steps(tmp_path: Path, kind: Any) -> None:
     with tr.serve(STATE, step=kind(3), timeout=60) as endpoint:
         endpoint.publish(STATE, step=kind(4)).result(60)
         assert tr.pull(endpoint.url, step=kind(4), timeout=60).step == 4
-        assert tr.pull(endpoint.url, newer_than=kind(3), timeout=60).step == 4
+        assert (
+            tr.pull(
+                endpoint.url, timeout=60, options=tr.options.PullOptions(newer_than=kind(3))
+            ).step
+            == 4
+        )
         got = tr.recover(sources=[endpoint.url], min_step=kind(4))
         assert got.step == 4 and type(got.step) is int
 

@@ -19,7 +19,7 @@ PROGRAM = "from torchrelay.cli import main; main()"
 @pytest.mark.parametrize("tensors", [2, 4000], ids=["a line", "more than a pipe holds"])
 def test_a_reader_that_has_seen_enough_ends_the_command(tmp_path: Path, tensors: int) -> None:
     state = {f"weight {n}": torch.zeros(1) for n in range(tensors)}
-    with tr.Checkpointer(tmp_path, group=False) as checkpointer:
+    with tr.Checkpointer(tmp_path, no_dist=True) as checkpointer:
         checkpointer.save(1, {"model": state})
     reader, writer = os.pipe()
     os.close(reader)  # as `head` does that has its lines

@@ -24,7 +24,7 @@ def tensors(step: int) -> dict[str, torch.Tensor]:
 
 @pytest.fixture
 def place(tmp_path: Path) -> Path:
-    with tr.Checkpointer(tmp_path / "run", group=False) as there:
+    with tr.Checkpointer(tmp_path / "run", no_dist=True) as there:
         for step in (1, 2):
             there.save(step, {"model": tensors(step), "lr": 0.1 * step})
     return tmp_path / "run"
@@ -60,7 +60,7 @@ def test_nan_and_infinity_are_counted_and_json_stays_json(tmp_path: Path) -> Non
 
 def test_a_tied_tensor_and_values_that_differ_by_rank_are_shown(tmp_path: Path) -> None:
     weight = torch.ones(2, 2)
-    with tr.Checkpointer(tmp_path / "run", group=False) as there:
+    with tr.Checkpointer(tmp_path / "run", no_dist=True) as there:
         there.save(1, {"model": {"wte": weight, "head": weight}, "text": "x" * 500, "empty": {}})
     shown = command("inspect", tmp_path / "run").stdout
     assert "head  = model.wte" in shown and "1 tensor, 16 bytes" in shown
@@ -119,7 +119,7 @@ def test_an_error_is_one_line_with_the_way_out(
 
 
 def test_a_tensor_without_elements_is_a_tensor(tmp_path: Path) -> None:
-    with tr.Checkpointer(tmp_path / "run", group=False) as there:
+    with tr.Checkpointer(tmp_path / "run", no_dist=True) as there:
         there.save(1, {"w": torch.ones(2), "empty": torch.empty(0, 3, dtype=torch.bfloat16)})
     done = command("convert", tmp_path / "run", tmp_path / "m.safetensors")
     assert done.returncode == 0 and not done.stderr
@@ -133,7 +133,7 @@ def test_a_tensor_without_elements_is_a_tensor(tmp_path: Path) -> None:
 
 def test_a_tied_tensor_that_is_left_out_of_a_file_is_named(tmp_path: Path) -> None:
     weight = torch.ones(2, 3)
-    with tr.Checkpointer(tmp_path / "run", group=False) as there:
+    with tr.Checkpointer(tmp_path / "run", no_dist=True) as there:
         there.save(1, {"embed": weight, "head": weight})
     done = command("convert", tmp_path / "run", tmp_path / "m.safetensors")
     assert done.returncode == 0 and list(load_file(tmp_path / "m.safetensors")) == ["embed"]
@@ -155,7 +155,7 @@ def test_the_status_of_a_step_that_was_saved_again_is_of_the_new_one(
 ) -> None:
     where = str(tmp_path) if kind == "directory" else s3.url("again")
     watched = WatchedPlaces([where])
-    with tr.Checkpointer(where, group=False) as there:
+    with tr.Checkpointer(where, no_dist=True) as there:
         # Of three saves the last may have the place that the first had on the medium.
         for sizes in ((2,), (3, 4), (5, 6, 7)):
             for size in sizes:

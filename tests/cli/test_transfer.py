@@ -62,7 +62,7 @@ def test_an_endpoint_is_read_with_its_token(
     assert not (tmp_path / "no").exists()
     done = command("--token-file", token_file, "pull", endpoint.url, "-o", tmp_path / "run")
     assert done.returncode == 0 and TOKEN not in done.stdout + done.stderr
-    with tr.Checkpointer(tmp_path / "run", group=False) as there:
+    with tr.Checkpointer(tmp_path / "run", no_dist=True) as there:
         assert there.verify() == 5 and equal(there.load().state, STATE)
     monkeypatch.setenv("TORCHRELAY_TOKEN", TOKEN)
     shown = command("inspect", endpoint.url)
@@ -107,7 +107,7 @@ def test_watch_tells_of_readers(endpoint: Endpoint, monkeypatch: pytest.MonkeyPa
 @pytest.mark.timeout(180)
 def test_serve_follows_a_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("TORCHRELAY_TOKEN", raising=False)
-    with tr.Checkpointer(tmp_path / "run", group=False) as there:
+    with tr.Checkpointer(tmp_path / "run", no_dist=True) as there:
         there.save(1, STATE)
         program = [sys.executable, "-c", "from torchrelay.cli import main; main()"]
         serving = subprocess.Popen(
@@ -131,7 +131,9 @@ def test_serve_follows_a_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 
 def test_a_pulled_step_trains_on_with_the_same_losses(four_ranks: Path, tmp_path: Path) -> None:
     """What four ranks saved is served by one process, pulled, and trained on by two ranks."""
-    with tr.Checkpointer(four_ranks / "run", group=False, read_only=True) as there:
+    with tr.Checkpointer(
+        four_ranks / "run", no_dist=True, options=tr.options.CheckpointerOptions(read_only=True)
+    ) as there:
         state: Any = there.load(step=20).state
     with tr.serve(state, step=20, timeout=60) as endpoint:
         pulled = command("pull", endpoint.url, "-o", tmp_path / "pulled")
@@ -145,7 +147,7 @@ def test_a_damaged_step_does_not_end_who_follows(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     place = tmp_path / "run"
-    with tr.Checkpointer(place, group=False) as there, tr.serve(STATE, step=1) as end:
+    with tr.Checkpointer(place, no_dist=True) as there, tr.serve(STATE, step=1) as end:
         there.save(1, STATE)
         assert transfer._follow(end, str(place), 1) == 1
         there.save(2, STATE)

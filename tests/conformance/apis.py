@@ -119,7 +119,12 @@ class ByExport(ByCheckpointer):
     def save(self, root: str, job: Job) -> None:
         super().save(root, job)
         if dist.get_rank() == 0:
-            with tr.Checkpointer(root, group=False, timeout=TIMEOUT, read_only=True) as there:
+            with tr.Checkpointer(
+                root,
+                no_dist=True,
+                timeout=TIMEOUT,
+                options=tr.options.CheckpointerOptions(read_only=True),
+            ) as there:
                 there.export_hf(Path(root) / "hf", key=job.model_key)
         dist.barrier()
 
@@ -160,7 +165,14 @@ class ByPull(Durable):
     def load(self, root: str, job: Job) -> None:
         url, step = (Path(root) / "url").read_text().split()
         options: dict[str, Any] = {"group": dist.group.WORLD, "timeout": TIMEOUT}
-        job.taken(tr.pull(url, into=job.objects(), newer_than=int(step) - 1, **options).state)
+        job.taken(
+            tr.pull(
+                url,
+                into=job.objects(),
+                options=tr.options.PullOptions(newer_than=int(step) - 1),
+                **options,
+            ).state
+        )
 
 
 class ByRecoverFromEndpoint(ByPull):

@@ -144,7 +144,7 @@ def disturbed_saves(rank: int, group: Any, root: str, liar: int, most: int) -> l
             error = None
             try:
                 held.save(nth, state_of(rank, nth))
-            except tr.RelayError as fault:
+            except tr.errors.RelayError as fault:
                 error = f"{type(fault).__name__}: {fault}"
             store.sets = lambda key, data: data
             member.keys()  # all ranks are here

@@ -221,7 +221,7 @@ def free_port() -> int:
 def test_the_group_outlives_a_save_with_a_long_plan(tmp_path: Path) -> None:
     above = "layer" * 80
     run_ranks(job, 2, free_port(), str(tmp_path), 6_000, above, timeout=240)
-    with tr.Checkpointer(tmp_path, group=False) as held:
+    with tr.Checkpointer(tmp_path, no_dist=True) as held:
         got = held.load().state["model"]
     assert len(got) == 6_001 and got[f"{above}.5999"].eq(5_999).all()
 
@@ -234,7 +234,7 @@ def test_the_group_outlives_a_save_of_many_tensors(
 ) -> None:
     """On rank 0, peak memory in MiB with the seconds of each phase is printed."""
     print(run_ranks(job, ranks, free_port(), str(tmp_path), tensors, "layer", timeout=1200)[0])
-    with tr.Checkpointer(tmp_path, group=False) as held:
+    with tr.Checkpointer(tmp_path, no_dist=True) as held:
         assert len(held.load().state["model"]) == tensors + 1
 
 

@@ -241,14 +241,14 @@ def same(one: Any, other: Any) -> bool:
 def test_nested_containers_come_back_as_they_were(pool2: RankPool, tmp_path: Path) -> None:
     """Keys in their order, an optimizer's numbers as numbers, its empty state as one."""
     pool2.run(nested_trip, str(tmp_path), timeout=60)
-    with tr.Checkpointer(tmp_path, group=False) as held:
+    with tr.Checkpointer(tmp_path, no_dist=True) as held:
         got = held.load().state
     assert same(got, nested()), got
     assert list(got) == list(nested()) and list(got["z"]) == ["b", "a"]
     into = nested()
     for tensor in (into["y"], into["z"]["a"], into["optim"]["state"][2]["step"]):
         tensor.zero_()
-    with tr.Checkpointer(tmp_path, group=False) as held:
+    with tr.Checkpointer(tmp_path, no_dist=True) as held:
         held.load(into=into)
     assert same(into, nested())
     dcp.load(into, storage_reader=Reader(tmp_path), no_dist=True)

@@ -38,7 +38,7 @@ from tests.support.s3 import S3
 from tests.support.torchft_files import find_torchft
 from torchrelay import dcp, dropin, errors, steps
 from torchrelay.dropin import stock_dcp
-from torchrelay.dropin.convert import convert
+from torchrelay.dropin.conversion import convert
 from torchrelay.endpoint.front import Endpoint
 from torchrelay.geometry import boxes
 from torchrelay.geometry.chunks import MAX_CHUNK_BYTES

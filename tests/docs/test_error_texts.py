@@ -163,7 +163,7 @@ def test_a_sharded_sender_and_a_whole_destination_and_the_like(pool2: RankPool) 
 
 
 BAD_CALLS: dict[str, tuple[Any, str]] = {
-    "no place": (lambda held: tr.Checkpointer(None, group=False), "a directory or a bucket"),  # type: ignore[arg-type]
+    "no place": (lambda held: tr.Checkpointer(None, no_dist=True), "a directory or a bucket"),  # type: ignore[arg-type]
     "no group": (lambda held: tr.Checkpointer(held.url, group="x"), "group is a process group"),
     "a mesh": (
         lambda held: tr.pull(
@@ -173,12 +173,14 @@ BAD_CALLS: dict[str, tuple[Any, str]] = {
     ),
     "not in the group": (lambda held: tr.Relay(-100), "this rank is not in the group"),
     "no keeper": (
-        lambda held: tr.Checkpointer(held.url, group=False, keeper=object()),  # type: ignore[arg-type]
+        lambda held: tr.Checkpointer(held.url, no_dist=True, keeper=object()),  # type: ignore[arg-type]
         "keeper is a Keeper",
     ),
     "no signal": (
         lambda held: tr.Checkpointer(
-            held.url, group=False, signals=(signal.SIGKILL,)
+            held.url,
+            no_dist=True,
+            options=tr.options.CheckpointerOptions(signals=(signal.SIGKILL,)),
         ).reached_preemption(1),
         "SIGKILL.* is not a signal to handle",
     ),
@@ -190,11 +192,16 @@ BAD_CALLS: dict[str, tuple[Any, str]] = {
     "holds": (lambda held: held.holds("1"), "step is an int"),
     "one source": (lambda held: tr.recover(sources=held.url), r"sources is a list of them"),
     "no source": (lambda held: tr.recover(sources=None), r"sources is a list of them"),  # type: ignore[arg-type]
-    "age": (lambda held: tr.recover(sources=[held.url], max_age=-1), "max_age is a positive"),
+    "age": (
+        lambda held: tr.recover(
+            sources=[held.url], options=tr.options.RecoverOptions(max_age_seconds=-1)
+        ),
+        "max_age is a positive",
+    ),
     "no URL": (lambda held: tr.pull(5), "a source is a URL"),  # type: ignore[arg-type]
     "token": (lambda held: tr.Access(token=5), "token= must be a string"),  # type: ignore[arg-type]
     "address": (
-        lambda held: tr.serve({}, step=1, group=False, address=5),  # type: ignore[arg-type]
+        lambda held: tr.serve({}, step=1, no_dist=True, address=5),  # type: ignore[arg-type]
         "address is HOST:PORT",
     ),
     "certificate": (
@@ -206,7 +213,7 @@ BAD_CALLS: dict[str, tuple[Any, str]] = {
 
 @pytest.fixture(scope="module")
 def one_step(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tr.Checkpointer]:
-    with tr.Checkpointer(tmp_path_factory.mktemp("run"), group=False) as held:
+    with tr.Checkpointer(tmp_path_factory.mktemp("run"), no_dist=True) as held:
         held.save(1, {"w": torch.ones(2)})
         yield held
 
@@ -260,8 +267,8 @@ def a_part_alone(rank: int, group: Any, folder: str) -> None:
     state = {"w": distribute_tensor(torch.arange(8.0), mesh, [Shard(0)], src_data_rank=None)}
     with tr.Relay(group, timeout=30) as relay:
         for act in (
-            lambda: tr.Checkpointer(f"{folder}/{rank}", group=False).save(1, state),
-            lambda: tr.serve(state, step=1, group=False),
+            lambda: tr.Checkpointer(f"{folder}/{rank}", no_dist=True).save(1, state),
+            lambda: tr.serve(state, step=1, no_dist=True),
             lambda: relay.share(state, step=1),
         ):
             with pytest.raises(

@@ -17,7 +17,6 @@ from tools.docs.__main__ import stale
 from tools.docs.headings import DOCS, GENERATED, module_pages, read
 from tools.docs.sources import ROOT, pages
 from torchrelay import dropin, errors
-from torchrelay.dropin import stock_dcp
 
 MODULES = DOCS / "modules"
 PAGES = module_pages()
@@ -116,7 +115,7 @@ def entries() -> set[str]:
 
 
 def test_the_index_has_every_public_name() -> None:
-    wanted = {*tr.__all__, *dropin.__all__, *stock_dcp.__all__, "convert"} - {"errors"}
+    wanted = {*tr.__all__, *dropin.__all__} - {"errors", "options"}
     wanted |= {
         name
         for name, kind in vars(errors).items()

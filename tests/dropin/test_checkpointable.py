@@ -16,7 +16,7 @@ from tests.support.ranks import RankPool
 from torchrelay.dcp import Reader, Writer
 from torchrelay.dropin import PGTransport
 from torchrelay.dropin.checkpointer import TorchCheckpointer
-from torchrelay.dropin.convert import convert
+from torchrelay.dropin.conversion import convert
 from torchrelay.dropin.stock_dcp import read_stock, write_stock
 from torchrelay.errors import CheckpointError, RelayError, UnsupportedLeafError
 
@@ -82,7 +82,7 @@ def test_torchs_planners_write_what_we_read_and_the_other_way_round(
         found = read_stock(tmp_path / name)
         assert torch.equal(found["rows"], whole()) and torch.equal(found["corners"], whole())
     convert(tmp_path / "stock", tmp_path / "converted")
-    with tr.Checkpointer(tmp_path / "converted", group=False) as steps:
+    with tr.Checkpointer(tmp_path / "converted", no_dist=True) as steps:
         check(steps.load(into=empty(0)).state)
     convert(tmp_path / "ours", tmp_path / "back", to="dcp", step=2)
     into = empty(1)
@@ -94,7 +94,7 @@ def test_torchs_planners_write_what_we_read_and_the_other_way_round(
     KNOWN, reason="no such case: torch's planners know CheckpointableTensor from 2.14 on"
 )
 def test_older_planners_are_not_given_a_part_for_the_whole(tmp_path: Path) -> None:
-    with tr.Checkpointer(tmp_path, group=False) as steps:
+    with tr.Checkpointer(tmp_path, no_dist=True) as steps:
         steps.save(1, {"a": {"w": whole()}})
     mine = {"a": {"w": rows(0, 3)}}
     writer, reader = Writer(tmp_path / "step-2"), Reader(tmp_path / "step-1")

@@ -13,7 +13,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 import torchrelay as tr
-from torchrelay.dropin.convert import convert
+from torchrelay.dropin.conversion import convert
 from torchrelay.dropin.stock_dcp import (
     read_stock,
     read_torch_save,

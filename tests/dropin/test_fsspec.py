@@ -11,7 +11,7 @@ import torch.distributed.checkpoint as dcp
 
 import torchrelay as tr
 from torchrelay.dropin.checkpointer import TorchCheckpointer
-from torchrelay.dropin.convert import convert
+from torchrelay.dropin.conversion import convert
 from torchrelay.dropin.stock_dcp import read_stock, write_stock
 
 pytest.importorskip("fsspec", reason="torch's reader and writer over fsspec need it")
@@ -43,7 +43,7 @@ def test_what_it_wrote_is_read_and_converted(tmp_path: Path, scheme: str) -> Non
 
 def _converted(folder: Path, steps: Path) -> Any:
     convert(folder, steps)
-    with tr.Checkpointer(steps, group=False) as there:
+    with tr.Checkpointer(steps, no_dist=True) as there:
         return there.load().state
 
 

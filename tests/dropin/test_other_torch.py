@@ -18,7 +18,7 @@ from torch.distributed import _mesh_layout
 
 from tests.support import torch_states as states
 from tests.support.torch_peers import Peers
-from torchrelay.dropin.convert import convert
+from torchrelay.dropin.conversion import convert
 from torchrelay.dropin.stock_dcp import read_stock
 
 pytestmark = [

@@ -23,7 +23,7 @@ from tests.support import torch_states as states
 from tests.support.ranks import RankPool
 from torchrelay.dcp import Reader
 from torchrelay.dropin import PGTransport
-from torchrelay.dropin.convert import convert
+from torchrelay.dropin.conversion import convert
 from torchrelay.dropin.stock_dcp import read_stock
 from torchrelay.errors import UnsupportedLeafError
 
@@ -70,7 +70,7 @@ def test_a_stock_directory_is_read(name: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", STOCK)
 def test_a_stock_directory_is_converted(name: str, tmp_path: Path) -> None:
     assert convert(unpacked(name, tmp_path) / "dcp", tmp_path / "steps", step=4) == 4
-    with tr.Checkpointer(tmp_path / "steps", group=False) as there:
+    with tr.Checkpointer(tmp_path / "steps", no_dist=True) as there:
         assert states.differences(there.load(step=4).state, whole()) == []
 
 
@@ -101,7 +101,9 @@ def test_a_step_that_our_writer_wrote_behind_torchs_calls(name: str, tmp_path: P
     into = states.zeros(states.whole())
     dcp.load(into, storage_reader=Reader(folder, timeout=20), no_dist=True)
     assert states.differences(states.as_dcp(into), whole()) == []
-    with tr.Checkpointer(folder, group=False, read_only=True) as there:
+    with tr.Checkpointer(
+        folder, no_dist=True, options=tr.options.CheckpointerOptions(read_only=True)
+    ) as there:
         assert there.verify() == 7
         assert states.differences(there.load().state, whole()) == []
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import torchrelay as tr
+from tests.support import flat
 from torchrelay.endpoint.front import Endpoint
 
 
@@ -34,7 +35,7 @@ class Stage:
     def through(self, state: object, **options: Any) -> Any:
         """What a pull gives of a state."""
         step = self.show(state)
-        return tr.pull(self.url, step=step, timeout=60, same_host=False, **options).state
+        return flat.pull(self.url, step=step, timeout=60, same_host=False, **options).state
 
 
 @pytest.fixture(scope="module")

@@ -70,12 +70,18 @@ def head(target: Target, path: str, *more: str, token: str | None = None) -> byt
 
 def honest_pull(target: Target, draw: random.Random) -> None:
     access = tr.Access(token=target.token)
-    got = tr.pull(target.url, access=access, same_host=False, group=False, timeout=PATIENCE)
+    got = tr.pull(
+        target.url,
+        access=access,
+        no_dist=True,
+        timeout=PATIENCE,
+        options=tr.options.PullOptions(same_host=False),
+    )
     assert torch.equal(got.state["w"], torch.arange(len(got.state["w"]), dtype=torch.float32))
 
 
 def honest_mapped(target: Target, draw: random.Random) -> None:
-    got = tr.pull(target.url, access=tr.Access(token=target.token), group=False, timeout=PATIENCE)
+    got = tr.pull(target.url, access=tr.Access(token=target.token), no_dist=True, timeout=PATIENCE)
     assert len(got.state["w"])
 
 

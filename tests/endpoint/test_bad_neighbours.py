@@ -33,7 +33,7 @@ def state() -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def endpoint() -> Iterator[Endpoint]:
-    with tr.serve(state(), step=5, group=False, timeout=60) as made:
+    with tr.serve(state(), step=5, no_dist=True, timeout=60) as made:
         tr.pull(made.url, timeout=60)  # the step is shown once it is hashed
         yield made
 
@@ -113,7 +113,9 @@ def test_seeds_that_claim_every_chunk_hold_up_no_puller(
         found: list[tr.Loaded] = []
 
         def run() -> None:
-            found.append(tr.pull(endpoint.url, reshare=True, timeout=60))
+            found.append(
+                tr.pull(endpoint.url, timeout=60, options=tr.options.PullOptions(reshare=True))
+            )
 
         pulling = [threading.Thread(target=run) for _ in range(2)]
         for thread in pulling:
@@ -167,7 +169,11 @@ def test_a_place_or_seed_with_a_bad_url_is_left_out(
         return body
 
     with Between(endpoint.url, alter) as between:
-        got = tr.pull(between.url, same_host=False, reshare=reshare, timeout=60)
+        got = tr.pull(
+            between.url,
+            timeout=60,
+            options=tr.options.PullOptions(same_host=False, reshare=reshare),
+        )
     assert torch.equal(got.state["w"], state()["w"])
     if got.seed is not None:
         got.seed.close()
@@ -183,8 +189,11 @@ def test_a_place_with_a_bad_url_alone_is_a_typed_error(endpoint: Endpoint) -> No
         facts["volumes"] = {name: ["http://127.0.0.1:99999"] for name in facts["volumes"]}
         return msgspec.json.encode(facts)
 
-    with Between(endpoint.url, alter) as between, pytest.raises(tr.RelayError, match="99999"):
-        tr.pull(between.url, same_host=False, timeout=30)
+    with (
+        Between(endpoint.url, alter) as between,
+        pytest.raises(tr.errors.RelayError, match="99999"),
+    ):
+        tr.pull(between.url, timeout=30, options=tr.options.PullOptions(same_host=False))
 
 
 @pytest.mark.parametrize("rest", ["no volume", "no URL", "another volume"])
@@ -203,7 +212,7 @@ def test_a_step_without_a_place_says_which_volume_lacks_one(endpoint: Endpoint, 
         return msgspec.json.encode({"volumes": given[rest]})
 
     with Between(endpoint.url, alter) as between, pytest.raises(tr.errors.EndpointError) as caught:
-        tr.pull(between.url, same_host=False, timeout=30)
+        tr.pull(between.url, timeout=30, options=tr.options.PullOptions(same_host=False))
     text = str(caught.value)
     assert "no server has volume" in text and "step 5" in text and between.url in text
 
@@ -219,13 +228,20 @@ def test_the_token_of_an_https_endpoint_is_never_sent_in_the_clear(tmp_path: Pat
     own = access(token=TOKEN, certfile=cert, keyfile=key)
     with (
         answering(listen) as url,
-        tr.serve(state(), step=5, group=False, timeout=60, **own) as made,
+        tr.serve(state(), step=5, no_dist=True, timeout=60, **own) as made,
     ):
         trusting = access(token=TOKEN, cafile=cert, certfile=cert, keyfile=key)
-        first = tr.pull(made.url, same_host=False, timeout=60, **access(token=TOKEN, cafile=cert))
+        first = tr.pull(
+            made.url,
+            timeout=60,
+            options=tr.options.PullOptions(same_host=False),
+            **access(token=TOKEN, cafile=cert),
+        )
         assert first.step == 5
         name_seed(made, url, cert)
-        got = tr.pull(made.url, reshare=True, timeout=60, **trusting)
+        got = tr.pull(
+            made.url, timeout=60, options=tr.options.PullOptions(reshare=True), **trusting
+        )
         assert got.seed is not None and torch.equal(got.state["w"], state()["w"])
         got.seed.close()
     assert not any(TOKEN.encode() in data for data in heard)

@@ -13,11 +13,12 @@ import torch.distributed as dist
 from safetensors.torch import load_file
 
 import torchrelay as tr
+from tests.support import flat
 from tests.support.fsdp_job import fsdp_job, train, whole
 from tests.support.ranks import RankPool
-from torchrelay.endpoint import Encoding
 from torchrelay.errors import UnsupportedLeafError, UsageError
 from torchrelay.shares import casting
+from torchrelay.weights import Encoding
 
 Tensor = torch.Tensor
 
@@ -36,7 +37,7 @@ def same_bits(found: Tensor, wanted: Tensor) -> bool:
 
 def published(state: object, dtype: torch.dtype, **options: Any) -> Any:
     with tr.serve(state, step=1, encoding=Encoding(dtype=dtype), timeout=60) as endpoint:
-        return tr.pull(endpoint.url, timeout=60, **options).state
+        return flat.pull(endpoint.url, timeout=60, **options).state
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
@@ -111,7 +112,7 @@ def test_modules_are_cast_and_loaded_into_modules_of_that_dtype() -> None:
 
 def test_a_destination_of_the_old_dtype_is_refused_and_unchanged() -> None:
     into = {"w": torch.zeros(5)}
-    with pytest.raises(tr.RelayError, match="bfloat16"):
+    with pytest.raises(tr.errors.RelayError, match="bfloat16"):
         published({"w": random(5)}, torch.bfloat16, into=into)
     assert not into["w"].any()
 
@@ -165,7 +166,7 @@ def test_a_state_that_changes_while_it_is_cast_is_refused(monkeypatch: pytest.Mo
         weight.add_(1)
 
     monkeypatch.setattr(casting.CastRegion, "read", changing)
-    with pytest.raises(tr.RelayError, match="changed while"):
+    with pytest.raises(tr.errors.RelayError, match="changed while"):
         published({"w": weight}, torch.bfloat16)
 
 

@@ -104,8 +104,10 @@ def test_a_pull_has_the_values_that_were_served_or_fails(endpoint: tr.Endpoint) 
 
         with proxy(port, alter) as url:
             try:
-                got = tr.pull(url, same_host=False, timeout=20).state
-            except tr.RelayError:
+                got = tr.pull(
+                    url, timeout=20, options=tr.options.PullOptions(same_host=False)
+                ).state
+            except tr.errors.RelayError:
                 continue
             assert got["lr"] == expected["lr"] and got["name"] == expected["name"], seed
             assert torch.equal(got["w"], expected["w"]), seed

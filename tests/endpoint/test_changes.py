@@ -14,12 +14,12 @@ from numpy.typing import NDArray
 
 import torchrelay as tr
 from torchrelay.deadlines import Deadline
-from torchrelay.endpoint import Encoding
 from torchrelay.endpoint.front import Endpoint
 from torchrelay.endpoint.server import changes as c
 from torchrelay.endpoint.server.messages import StageSlot, Volume
 from torchrelay.errors import UsageError
 from torchrelay.parts.fields import Field
+from torchrelay.weights import Encoding
 
 HEAD, NBYTES = 24, 24 + 2 * 5000
 FIELDS = [Field(0, HEAD, 1), Field(HEAD, NBYTES, 2)]

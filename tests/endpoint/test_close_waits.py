@@ -16,7 +16,7 @@ TIMEOUT = 30
 def test_memory_is_freed_when_the_call_that_writes_to_it_is_over(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    endpoint = tr.serve({"w": torch.zeros(9)}, step=1, group=False, timeout=TIMEOUT)
+    endpoint = tr.serve({"w": torch.zeros(9)}, step=1, no_dist=True, timeout=TIMEOUT)
     publisher: Any = endpoint._publisher
     begun, go, order = threading.Event(), threading.Event(), []
     reserve, free = publisher._reserve, publisher._free

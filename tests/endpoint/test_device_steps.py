@@ -103,7 +103,7 @@ def endpoint(monkeypatch: pytest.MonkeyPatch) -> Iterator[Endpoint]:
     monkeypatch.setattr(device_path, "DeviceSlots", HostSlots)
     arena = host_slots.Arena
     monkeypatch.setattr(host_slots, "Arena", lambda nbytes, pinned: arena(nbytes))
-    monkeypatch.setattr(pull, "wants_gpu", lambda into, options: True)
+    monkeypatch.setattr(pull, "wants_gpu", lambda into, device=None: True)
     monkeypatch.setattr(device_source, "open_export", _opened)
     monkeypatch.setattr(device_source, "close_opening", lambda opened: None)
     monkeypatch.setattr(
@@ -137,18 +137,18 @@ def test_the_newest_step_is_read_where_it_was_copied_to(endpoint: Endpoint) -> N
 
 def test_others_read_the_same_bytes_over_http(endpoint: Endpoint) -> None:
     endpoint.publish(_state(1), step=1)
-    got = tr.pull(endpoint.url, same_host=False, timeout=60)
+    got = tr.pull(endpoint.url, timeout=60, options=tr.options.PullOptions(same_host=False))
     assert got.report.route == "http" and got.report.verified and _is(got.state, 1)
 
 
 def test_a_wait_ends_with_a_step_that_is_on_the_gpu(endpoint: Endpoint) -> None:
     endpoint.publish(_state(7), step=7)
-    got = tr.pull(endpoint.url, newer_than=6, timeout=60)
+    got = tr.pull(endpoint.url, timeout=60, options=tr.options.PullOptions(newer_than=6))
     assert (got.step, got.report.route) == (7, "cuda_ipc")
     with pytest.raises(tr.errors.TransferTimeoutError, match="no step above 7"):
-        tr.pull(endpoint.url, newer_than=7, timeout=1.5)
+        tr.pull(endpoint.url, timeout=1.5, options=tr.options.PullOptions(newer_than=7))
     endpoint.publish(_state(8), step=8, stage_on="host").result(60)
-    got = tr.pull(endpoint.url, newer_than=7, timeout=60)
+    got = tr.pull(endpoint.url, timeout=60, options=tr.options.PullOptions(newer_than=7))
     assert (got.step, got.report.route) == (8, "mapped") and "cuda_ipc" in got.report.instead
 
 
@@ -163,7 +163,7 @@ def test_a_subscription_asks_once_where_a_server_lends_memory(
         return find(host)
 
     monkeypatch.setattr(device_source, "local_facts", spied)
-    monkeypatch.setattr(subscription, "wants_gpu", lambda into, options: True)
+    monkeypatch.setattr(subscription, "wants_gpu", lambda into, device=None: True)
     into = _state(99)
     with tr.subscribe(endpoint.url, into=into, timeout=60) as worker:
         for step in range(1, 4):

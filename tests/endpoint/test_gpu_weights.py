@@ -16,7 +16,6 @@ import torch
 
 import torchrelay as tr
 from torchrelay.deadlines import Deadline
-from torchrelay.endpoint import Encoding
 from torchrelay.endpoint.publish.device_slots import DeviceSlots
 from torchrelay.errors import PeerLostError, RelayError
 from torchrelay.memory.gpu.block import DeviceBlock
@@ -27,6 +26,7 @@ from torchrelay.sources.endpoint import EndpointSource
 from torchrelay.stores.reading.box_reads import BoxRead
 from torchrelay.stores.reading.device_copies import DeviceCopies
 from torchrelay.stores.step_files import StepFiles
+from torchrelay.weights import Encoding
 
 pytestmark = pytest.mark.skipif(
     not torch.cuda.is_available(), reason="no GPU here: memory of one is lent"
@@ -116,15 +116,17 @@ def trainer() -> Iterator[Trainer]:
         yield found
 
 
-@pytest.mark.parametrize("verify", [False, True])
-def test_a_worker_has_the_bits_of_each_version(trainer: Trainer, verify: bool) -> None:
+@pytest.mark.parametrize("verify", [True, "all"])
+def test_a_worker_has_the_bits_of_each_version(trainer: Trainer, verify: Any) -> None:
     into = _state(99)
     places = {key: one.data_ptr() for key, one in into.items() if isinstance(one, torch.Tensor)}
     for step in range(1, 6):
         sent = trainer.publish(step, wait=step % 2 == 0)
-        got = tr.pull(trainer.url, into=into, timeout=SECONDS, verify=verify)
+        got = tr.pull(
+            trainer.url, into=into, timeout=SECONDS, options=tr.options.PullOptions(verify=verify)
+        )
         assert got.report.route == "cuda_ipc" and not got.report.instead, got.report
-        assert got.report.verified is verify and got.step == step
+        assert got.report.verified is (verify == "all") and got.step == step
         assert _same(into, step) and sent == 0
     assert places == {key: into[key].data_ptr() for key in places}
 
@@ -163,7 +165,7 @@ def test_updates_of_tensors_alone_are_planned_once(trainer: Trainer) -> None:
 
 def test_new_tensors_and_host_tensors(trainer: Trainer) -> None:
     trainer.publish(11)
-    got = tr.pull(trainer.url, device="cuda", timeout=SECONDS)
+    got = tr.pull(trainer.url, timeout=SECONDS, options=tr.options.PullOptions(device="cuda"))
     assert got.report.route == "cuda_ipc" and got.state["w"].is_cuda and _same(got.state, 11)
     into = {
         key: one.cpu() if isinstance(one, torch.Tensor) else one for key, one in _state(1).items()
@@ -171,7 +173,7 @@ def test_new_tensors_and_host_tensors(trainer: Trainer) -> None:
     into["odd"] = into["odd"].cuda()
     got = tr.pull(trainer.url, into=into, timeout=SECONDS)
     assert got.report.route == "cuda_ipc" and into["w"].is_cpu and _same(into, 11)
-    got = tr.pull(trainer.url, same_host=False, timeout=SECONDS)
+    got = tr.pull(trainer.url, timeout=SECONDS, options=tr.options.PullOptions(same_host=False))
     assert got.report.route == "http" and _same(got.state, 11)
     got = tr.pull(trainer.url, timeout=SECONDS)
     assert got.report.route == "mapped" and _same(got.state, 11)
@@ -292,7 +294,9 @@ def test_a_version_is_cast_on_the_gpu() -> None:
         for step in (1, 2, 3):
             masters["w"] += 1
             endpoint.publish(masters, step=step, stage_on="device")
-            got = tr.pull(endpoint.url, device="cuda", timeout=SECONDS)
+            got = tr.pull(
+                endpoint.url, timeout=SECONDS, options=tr.options.PullOptions(device="cuda")
+            )
             assert got.step == step
             assert torch.equal(got.state["w"], masters["w"].to(torch.bfloat16))
             assert torch.equal(got.state["n"], masters["n"])

@@ -20,11 +20,12 @@ import pytest
 import torch
 
 import torchrelay as tr
+from tests.support import flat
 from tests.support.access import access
 from tests.support.certificates import certificate
 from torchrelay.endpoint.front import Endpoint
 
-_pull = partial(tr.pull, same_host=False)  # over TCP, though this is the same host
+_pull = partial(flat.pull, same_host=False)  # over TCP, though this is the same host
 
 TOKEN = "correct-horse-battery-staple"
 STALL = 1.0
@@ -33,8 +34,8 @@ STATE = {"w": torch.arange(16_000_000.0)}
 
 @pytest.fixture(scope="module")
 def endpoint() -> Iterator[Endpoint]:
-    options = {"stall": STALL, "hold": 2.0, "connections": 12, "timeout": 60}
-    with tr.serve(STATE, step=1, **access(token=TOKEN), **options) as made:  # type: ignore[arg-type]
+    options = {"stall_seconds": STALL, "hold_seconds": 2.0, "connections": 12, "timeout": 60}
+    with flat.serve(STATE, step=1, **access(token=TOKEN), **options) as made:  # type: ignore[arg-type]
         end = time.monotonic() + 60
         while made.status()["step"] is None:  # it is staged, and shown a moment later
             assert time.monotonic() < end
@@ -127,12 +128,12 @@ def test_strangers_are_kept_out_before_anything_listens(tmp_path: Path) -> None:
         with pytest.raises(tr.errors.UsageError, match="give a token"):
             tr.serve(state, step=1, address=address)
     with pytest.raises(tr.errors.UsageError, match="can be guessed"):
-        tr.serve(state, step=1, address="0.0.0.0:0", **access(token="short"))
+        flat.serve(state, step=1, address="0.0.0.0:0", **access(token="short"))
     for address in ("127.0.0.1", "127.0.0.1:x", ":80", "127.0.0.1:70000"):
         with pytest.raises(tr.errors.UsageError, match="HOST:PORT"):
             tr.serve(state, step=1, address=address)
     with pytest.raises(tr.errors.UsageError, match="no file"):
-        tr.serve(state, step=1, **access(certfile=str(tmp_path / "none.pem")))
+        flat.serve(state, step=1, **access(certfile=str(tmp_path / "none.pem")))
     with socket.create_server(("127.0.0.1", 0)) as taken:
         place = f"127.0.0.1:{taken.getsockname()[1]}"
         with pytest.raises(tr.errors.EndpointError, match="in use"):
@@ -268,7 +269,7 @@ def test_tls_is_verified_by_the_reader(tmp_path: Path) -> None:
     key, cert = certificate(tmp_path)
     state = {"w": torch.arange(5_000_000.0)}
     options = {**access(certfile=cert, keyfile=key, token=TOKEN), "timeout": 60}
-    with tr.serve(state, step=3, **options) as endpoint:  # type: ignore[arg-type]
+    with flat.serve(state, step=3, **options) as endpoint:  # type: ignore[arg-type]
         assert endpoint.url.startswith("https://")
         got = _pull(endpoint.url, timeout=60, **access(token=TOKEN, cafile=cert))
         assert torch.equal(got.state["w"], state["w"])
@@ -285,7 +286,7 @@ def test_tls_is_verified_by_the_reader(tmp_path: Path) -> None:
         for seed in seeds:
             seed.close()  # type: ignore[union-attr]
         plain = endpoint.url.replace("https", "http")
-        with pytest.raises(tr.RelayError):
+        with pytest.raises(tr.errors.RelayError):
             _pull(plain, timeout=5, **access(token=TOKEN))
         file = tmp_path / "model.safetensors"
         curl = [
@@ -306,7 +307,7 @@ def test_tls_errors_say_what_to_change(tmp_path: Path) -> None:
     key, cert = certificate(tmp_path)
     options = {**access(certfile=cert, keyfile=key, token=TOKEN), "timeout": 60}
     state = {"w": torch.ones(3)}
-    with tr.serve(state, step=1, address="127.0.0.2:0", **options) as endpoint:  # type: ignore[arg-type]
+    with flat.serve(state, step=1, address="127.0.0.2:0", **options) as endpoint:  # type: ignore[arg-type]
         with pytest.raises(tr.errors.EndpointError, match="address that the certificate names"):
             _pull(endpoint.url, timeout=30, **access(token=TOKEN, cafile=cert))
         with pytest.raises(tr.errors.EndpointError, match="give Access\\(cafile=\\)"):
@@ -314,7 +315,7 @@ def test_tls_errors_say_what_to_change(tmp_path: Path) -> None:
         with pytest.raises(tr.errors.PeerLostError, match="is it https://"):
             _pull(endpoint.url.replace("https", "http"), timeout=5, **access(token=TOKEN))
     with (
-        tr.serve(state, step=1, timeout=60, **access(token=TOKEN)) as endpoint,
+        flat.serve(state, step=1, timeout=60, **access(token=TOKEN)) as endpoint,
         pytest.raises(tr.errors.EndpointError, match="does not speak TLS"),
     ):
         _pull(endpoint.url.replace("http", "https"), timeout=30, **access(token=TOKEN))

@@ -17,9 +17,10 @@ import torch
 import torchrelay as tr
 from tests.endpoint.conftest import Stage
 from tests.endpoint.liars import Between, answering, asked
+from tests.support import flat
 from torchrelay.sources import connection
 
-_pull = partial(tr.pull, same_host=False)  # over TCP, though this is the same host
+_pull = partial(flat.pull, same_host=False)  # over TCP, though this is the same host
 
 STEPS = b'{"steps":[{"step":1,"snapshot":"%s","bytes":10}]}' % (b"0" * 32)
 MEMORY = 64 << 20
@@ -28,7 +29,12 @@ MEMORY = 64 << 20
 @pytest.fixture(scope="module")
 def stage() -> Iterator[Stage]:
     """Readers that are lied to say nothing at their end: no step is held for them."""
-    with tr.serve({"nothing": torch.zeros(1)}, step=0, timeout=60, hold=0.001) as endpoint:
+    with tr.serve(
+        {"nothing": torch.zeros(1)},
+        step=0,
+        timeout=60,
+        options=tr.options.ServeOptions(hold_seconds=0.001),
+    ) as endpoint:
         yield Stage(endpoint)
 
 
@@ -73,12 +79,12 @@ def _forever(first: bytes, parts: Callable[[int], bytes], pause: float = 0.0) ->
     return act
 
 
-def _refused(url: str, **options: Any) -> tr.RelayError:
+def _refused(url: str, **options: Any) -> tr.errors.RelayError:
     """The error of a pull that must not touch its destination, nor take long or much memory."""
     into = {"w": torch.full((10,), 7.0)}
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     begun = time.monotonic()
-    with pytest.raises(tr.RelayError) as caught:
+    with pytest.raises(tr.errors.RelayError) as caught:
         _pull(url, into=into, **{"timeout": 2, **options})
     assert time.monotonic() - begun < 60
     assert (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) << 10 < MEMORY

@@ -16,10 +16,11 @@ from safetensors.torch import load_file
 
 import torchrelay as tr
 from tests.endpoint.conftest import Stage
+from tests.support import flat
 from torchrelay.planning.stored import stored_tensors
 from torchrelay.record.encoding import decode_at_rest
 
-_pull = partial(tr.pull, same_host=False)  # over TCP, though this is the same host
+_pull = partial(flat.pull, same_host=False)  # over TCP, though this is the same host
 
 
 def _curl(*args: str) -> subprocess.CompletedProcess[str]:
@@ -153,7 +154,9 @@ def test_a_download_that_broke_off_is_continued_by_its_step(stage: Stage, tmp_pa
 
 
 def test_a_step_that_is_gone_is_not_continued(tmp_path: Path) -> None:
-    with tr.serve(_state(5), step=1, timeout=30, hold=0.001) as endpoint:
+    with tr.serve(
+        _state(5), step=1, timeout=30, options=tr.options.ServeOptions(hold_seconds=0.001)
+    ) as endpoint:
         for step in (2, 3):
             endpoint.publish(_state(step), step=step).result(30)
         url = f"{endpoint.url}/model.safetensors?step=1"

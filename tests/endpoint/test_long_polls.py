@@ -137,13 +137,15 @@ def wait_until_it_sends(server: HttpServer) -> None:
 
 def test_more_subscribers_than_connections_follow_a_trainer() -> None:
     state = {"w": torch.zeros(100)}
-    with tr.serve(state, step=1, group=False, timeout=LIMIT, connections=4) as endpoint:
+    with tr.serve(
+        state, step=1, no_dist=True, timeout=LIMIT, options=tr.options.ServeOptions(connections=4)
+    ) as endpoint:
         with ExitStack() as opened:
             followed: list[Any] = []
             for _ in range(10):
                 into = {"w": torch.ones(100)}
                 made = tr.subscribe(
-                    endpoint.url, into=into, group=False, same_host=False, timeout=LIMIT
+                    endpoint.url, into=into, no_dist=True, same_host=False, timeout=LIMIT
                 )
                 followed.append((opened.enter_context(made), into))
             faults: list[BaseException] = []

@@ -12,6 +12,7 @@ import torch
 
 import torchrelay as tr
 from tests.endpoint.liars import Between
+from tests.support import flat
 from tests.support.forge import body_of, forged
 from torchrelay.endpoint.reshare import seed
 from torchrelay.memory import free
@@ -36,7 +37,7 @@ def published(state: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> Iterato
     """A server of a state, which had memory enough to copy it."""
     with monkeypatch.context() as patch:
         patch.setattr(free, "free_bytes", lambda: None)
-        made = tr.serve(state, step=1, group=False, timeout=TIMEOUT)
+        made = tr.serve(state, step=1, no_dist=True, timeout=TIMEOUT)
     with made:
         yield made.url
 
@@ -49,7 +50,7 @@ def test_a_state_that_does_not_fit_is_refused_with_figures(
     with published(STATE, monkeypatch) as url:
         given = {key: into if key == "into" else value for key, value in options.items()}
         with pytest.raises(tr.errors.MismatchError, match=r"4[12]\d{5} .*3145728 are free"):
-            tr.pull(url, group=False, same_host=False, timeout=TIMEOUT, **given)
+            flat.pull(url, no_dist=True, timeout=TIMEOUT, same_host=False, **given)
         assert not into["w"].any()
 
 
@@ -58,7 +59,7 @@ def test_a_subscription_that_does_not_fit_is_refused_with_figures(
 ) -> None:
     into = {"w": torch.zeros(MIB)}
     with published(STATE, monkeypatch) as url:
-        made = tr.subscribe(url, into=into, group=False, same_host=False, timeout=TIMEOUT)
+        made = tr.subscribe(url, into=into, no_dist=True, same_host=False, timeout=TIMEOUT)
         with made, pytest.raises(tr.errors.MismatchError, match="3145728 are free"):
             made.update()
         assert not into["w"].any()
@@ -67,7 +68,7 @@ def test_a_subscription_that_does_not_fit_is_refused_with_figures(
 def test_a_checkpoint_that_does_not_fit_is_refused_with_figures(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with tr.Checkpointer(tmp_path, group=False, timeout=TIMEOUT) as checkpointer:
+    with tr.Checkpointer(tmp_path, no_dist=True, timeout=TIMEOUT) as checkpointer:
         with monkeypatch.context() as patch:
             patch.setattr(free, "free_bytes", lambda: None)
             checkpointer.save(1, STATE)
@@ -77,8 +78,8 @@ def test_a_checkpoint_that_does_not_fit_is_refused_with_figures(
 
 def test_a_copy_that_does_not_fit_is_refused_with_figures(tmp_path: Path) -> None:
     with pytest.raises(tr.errors.EndpointError, match="3145728 are free"):
-        tr.serve(STATE, step=1, group=False, timeout=TIMEOUT)
-    with tr.Checkpointer(tmp_path, group=False, timeout=TIMEOUT) as checkpointer:
+        tr.serve(STATE, step=1, no_dist=True, timeout=TIMEOUT)
+    with tr.Checkpointer(tmp_path, no_dist=True, timeout=TIMEOUT) as checkpointer:
         with pytest.raises(tr.errors.CheckpointError, match=r"3145728 are free.*memory_budget="):
             checkpointer.save_async(1, STATE)
         checkpointer.save(1, STATE)
@@ -104,7 +105,7 @@ def test_a_record_that_announces_much_takes_no_memory(
             into = {"w": torch.zeros(nbytes // 4 if nbytes < 1 << 30 else 5)}
             given = {key: into if key == "into" else value for key, value in options.items()}
             with pytest.raises(tr.errors.MismatchError, match=r"are free|shape"):
-                tr.pull(between.url, group=False, same_host=False, timeout=TIMEOUT, **given)
+                flat.pull(between.url, no_dist=True, timeout=TIMEOUT, same_host=False, **given)
 
 
 def announced(record: bytes, nbytes: int) -> bytes:

@@ -54,5 +54,7 @@ def test_readers_keep_a_step_that_was_published_twice() -> None:
         endpoint.publish(state, step=1).result(TIMEOUT)
         endpoint.publish(state_of(1), step=2).result(TIMEOUT)
         assert sorted(one["step"] for one in endpoint.status()["steps"]) == [1, 2]
-        got = tr.pull(endpoint.url, step=1, same_host=False, timeout=20)
+        got = tr.pull(
+            endpoint.url, step=1, timeout=20, options=tr.options.PullOptions(same_host=False)
+        )
         assert torch.equal(got.state["x0"], state["x0"])

@@ -14,9 +14,10 @@ import torch.distributed as dist
 from safetensors.torch import load_file
 
 import torchrelay as tr
+from tests.support import flat
 from tests.support.fsdp_job import fsdp_job, train, whole
 
-_pull = partial(tr.pull, same_host=False)  # over TCP, though this is the same host
+_pull = partial(flat.pull, same_host=False)  # over TCP, though this is the same host
 
 TIMEOUT = 60
 _kept: dict[str, Any] = {}  # in a rank: what stays between two calls

@@ -20,7 +20,7 @@ STATE = {"model": {"w": torch.arange(100_000.0)}, "other": torch.ones(500_000)}
 
 @pytest.fixture(scope="module")
 def endpoint() -> Iterator[Endpoint]:
-    with tr.serve(STATE, step=1, group=False, timeout=60) as made:
+    with tr.serve(STATE, step=1, no_dist=True, timeout=60) as made:
         tr.pull(made.url, timeout=60)
         yield made
 

@@ -29,22 +29,22 @@ def _is(found: dict[str, Any], seed: int) -> bool:
     return found["n"] == seed and all(torch.equal(found[k], wanted[k]) for k in ("w", "half"))
 
 
-@pytest.mark.parametrize("verify", [None, True])
+@pytest.mark.parametrize("verify", [True, "all"])
 @pytest.mark.parametrize("in_place", [False, True])
 def test_memory_is_shared_and_no_byte_sent(stage: Stage, in_place: bool, verify: Any) -> None:
     stage.show(_state(1))
     before = stage.endpoint.status()["sent_bytes"]
     into = _state(2) if in_place else None
-    got = tr.pull(stage.url, into=into, verify=verify, timeout=60)
+    got = tr.pull(stage.url, into=into, timeout=60, options=tr.options.PullOptions(verify=verify))
     assert got.report.route == "mapped" and not got.report.instead
-    assert got.report.verified is bool(verify)
+    assert got.report.verified is (verify == "all")
     assert _is(got.state, 1)
     assert stage.endpoint.status()["sent_bytes"] == before
 
 
 def test_why_it_is_not(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
     stage.show(_state(3))
-    got = tr.pull(stage.url, same_host=False, timeout=60)
+    got = tr.pull(stage.url, timeout=60, options=tr.options.PullOptions(same_host=False))
     assert got.report.route == "http" and got.report.instead == {"mapped": "same_host=False"}
     monkeypatch.setattr(lent_memory, "machine", lambda: "elsewhere")
     got = tr.pull(stage.url, timeout=60)

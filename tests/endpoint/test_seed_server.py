@@ -172,7 +172,7 @@ def test_so_many_connections_and_no_more(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_tensors_outlive_the_seed_and_free_its_memory() -> None:
     state = {name: torch.full((1 << 20,), n, dtype=torch.int32) for n, name in enumerate("abc")}
     with tr.serve(state, step=1, timeout=60) as endpoint:
-        got = tr.pull(endpoint.url, reshare=True, timeout=60)
+        got = tr.pull(endpoint.url, timeout=60, options=tr.options.PullOptions(reshare=True))
         assert got.seed is not None
         got.state["b"][0] = 77  # for itself: what is served stays as it was
         late = tr.pull(got.seed.url, timeout=60)

@@ -42,7 +42,7 @@ def _together(count: int, url: str) -> list[tr.Loaded]:
 
     def run() -> None:
         try:
-            found.append(tr.pull(url, reshare=True, timeout=90))
+            found.append(tr.pull(url, timeout=90, options=tr.options.PullOptions(reshare=True)))
         except BaseException as fault:
             faults.append(fault)
 
@@ -66,9 +66,9 @@ def test_pullers_take_from_each_other(endpoint: Endpoint) -> None:
         before = endpoint.status()["sent_bytes"]
         seed = found[0].seed
         assert seed is not None
-        late = tr.pull(seed.url, same_host=False, timeout=60)
+        late = tr.pull(seed.url, timeout=60, options=tr.options.PullOptions(same_host=False))
         assert _is(late.state) and endpoint.status()["sent_bytes"] == before
-        joined = tr.pull(endpoint.url, reshare=True, timeout=60)
+        joined = tr.pull(endpoint.url, timeout=60, options=tr.options.PullOptions(reshare=True))
         assert _is(joined.state)
         assert joined.seed is not None and len(joined.report.sources) > 1
         joined.seed.close()
@@ -79,7 +79,7 @@ def test_pullers_take_from_each_other(endpoint: Endpoint) -> None:
 
 
 def test_a_seed_that_lies_or_dies_is_dropped_and_named(endpoint: Endpoint) -> None:
-    first = tr.pull(endpoint.url, reshare=True, timeout=60)
+    first = tr.pull(endpoint.url, timeout=60, options=tr.options.PullOptions(reshare=True))
     assert first.seed is not None
     true_url = first.seed.url
 
@@ -90,13 +90,15 @@ def test_a_seed_that_lies_or_dies_is_dropped_and_named(endpoint: Endpoint) -> No
         return body if "/seeds" not in line else body.replace(true_url.encode(), liar.url.encode())
 
     with Between(true_url, flip) as liar, Between(endpoint.url, named) as between:
-        got = tr.pull(between.url, reshare=True, timeout=60)
+        got = tr.pull(between.url, timeout=60, options=tr.options.PullOptions(reshare=True))
     assert _is(got.state)
     assert "wrong digest" in got.report.failed[liar.url]
     first.seed.close()
     assert got.seed is not None
     got.seed.close()
-    again = tr.pull(endpoint.url, reshare=True, timeout=60)  # both are gone, and still listed
+    again = tr.pull(
+        endpoint.url, timeout=60, options=tr.options.PullOptions(reshare=True)
+    )  # both are gone, and still listed
     assert _is(again.state)
     assert again.seed is not None
     again.seed.close()

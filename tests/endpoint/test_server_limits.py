@@ -34,14 +34,16 @@ LIMIT = 20.0  # seconds in which a connection that is cut is seen to be
 
 @contextmanager
 def an_endpoint() -> Iterator[str]:
-    with tr.serve(STATE, step=1, group=False, timeout=60, stall=1.0) as made:
+    with tr.serve(
+        STATE, step=1, no_dist=True, timeout=60, options=tr.options.ServeOptions(stall_seconds=1.0)
+    ) as made:
         yield made.url
 
 
 @contextmanager
 def a_seed() -> Iterator[str]:
-    with tr.serve(STATE, step=1, group=False, timeout=60) as made:
-        got = tr.pull(made.url, reshare=True, timeout=60)
+    with tr.serve(STATE, step=1, no_dist=True, timeout=60) as made:
+        got = tr.pull(made.url, timeout=60, options=tr.options.PullOptions(reshare=True))
         assert got.seed is not None
         with got.seed:
             yield got.seed.url
@@ -77,25 +79,43 @@ def test_long_headers_take_no_memory_of_a_puller() -> None:
 
 def test_requests_that_are_refused_do_not_keep_their_connections() -> None:
     options = access(token=TOKEN)
-    with tr.serve(STATE, step=1, group=False, timeout=60, connections=4, **options) as made:
+    with tr.serve(
+        STATE,
+        step=1,
+        no_dist=True,
+        timeout=60,
+        options=tr.options.ServeOptions(connections=4),
+        **options,
+    ) as made:
         with ExitStack() as lines:
             for _ in range(4):
                 line = lines.enter_context(connect(made.url))
                 line.sendall(b"GET /record HTTP/1.1\r\nHost: x\r\n\r\n")
                 assert b" 401 " in line.recv(4096)
-            got = tr.pull(made.url, same_host=False, timeout=10, **options)
+            got = tr.pull(
+                made.url, timeout=10, options=tr.options.PullOptions(same_host=False), **options
+            )
         assert torch.equal(got.state["w"], STATE["w"])
 
 
 def test_strangers_who_say_nothing_make_room_for_those_who_ask() -> None:
     options = access(token=TOKEN)
     with (
-        tr.serve(STATE, step=1, group=False, timeout=60, connections=4, **options) as made,
+        tr.serve(
+            STATE,
+            step=1,
+            no_dist=True,
+            timeout=60,
+            options=tr.options.ServeOptions(connections=4),
+            **options,
+        ) as made,
         ExitStack() as lines,
     ):
         for _ in range(12):
             lines.enter_context(connect(made.url))
-        got = tr.pull(made.url, same_host=False, timeout=30, **options)
+        got = tr.pull(
+            made.url, timeout=30, options=tr.options.PullOptions(same_host=False), **options
+        )
         assert torch.equal(got.state["w"], STATE["w"])
 
 
@@ -124,7 +144,7 @@ def local_facts(url: str) -> LocalFacts:
 
 
 def test_a_long_frame_for_memory_is_not_read() -> None:
-    with tr.serve(STATE, step=1, group=False, timeout=60) as made:
+    with tr.serve(STATE, step=1, no_dist=True, timeout=60) as made:
         facts = local_facts(made.url)
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as line:
             line.settimeout(LIMIT)
@@ -150,7 +170,7 @@ for _ in range(200):
                  b"Content-Length: %d\\r\\n\\r\\n" % len(body) + body)
     line.close()
 """
-    with tr.serve(STATE, step=1, group=False, timeout=60) as made:
+    with tr.serve(STATE, step=1, no_dist=True, timeout=60) as made:
         tr.pull(made.url, timeout=60)
         snapshot = made.status()["steps"][0]["snapshot"]
         port = str(urlsplit(made.url).port)
@@ -175,8 +195,9 @@ def test_nothing_that_a_client_sends_is_printed(tmp_path: Path, kind: str) -> No
     program = tmp_path / "served.py"
     program.write_text(
         "import sys, torch, torchrelay as tr\n"
-        "endpoint = tr.serve({'w': torch.ones(4)}, step=1, group=False, timeout=60)\n"
-        "got = tr.pull(endpoint.url, reshare=True, timeout=60)\n"
+        "endpoint = tr.serve({'w': torch.ones(4)}, step=1, no_dist=True, timeout=60)\n"
+        "options = tr.options.PullOptions(reshare=True)\n"
+        "got = tr.pull(endpoint.url, timeout=60, options=options)\n"
         "print(endpoint.url if sys.argv[1] == 'endpoint' else got.seed.url, flush=True)\n"
         "input()\n"
         "got.seed.close()\n"

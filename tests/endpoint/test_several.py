@@ -15,9 +15,10 @@ import torch
 
 import torchrelay as tr
 from tests.endpoint.liars import Between
+from tests.support import flat
 from torchrelay.endpoint.front import Endpoint
 
-_pull = partial(tr.pull, same_host=False)  # over TCP, though this is the same host
+_pull = partial(flat.pull, same_host=False)  # over TCP, though this is the same host
 
 ROWS = 24 << 20
 

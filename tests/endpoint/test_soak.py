@@ -107,8 +107,14 @@ def run_all(targets: list[Target], seconds: float) -> tuple[Tally, int]:
 def test_a_thousand_clients_of_all_kinds() -> None:
     state = {"w": torch.arange(NUMEL, dtype=torch.float32), "step": 1}
     access, job = tr.Access(token=TOKEN), f"soak-{os.getpid()}"
-    endpoint = tr.serve(state, step=1, access=access, group=False, timeout=120)
-    keeper = tr.Keeper(job, access=access, group=False, timeout=120, lease=900)
+    endpoint = tr.serve(state, step=1, access=access, no_dist=True, timeout=120)
+    keeper = tr.Keeper(
+        job,
+        access=access,
+        no_dist=True,
+        timeout=120,
+        options=tr.options.KeeperOptions(lease_seconds=900),
+    )
     try:
         endpoint.publish(state, step=1).result(60)
         keeper.stage(1, state).result(60)
@@ -140,7 +146,7 @@ def test_a_thousand_clients_of_all_kinds() -> None:
                 assert time.monotonic() < end, (name, Sample.of(pid), before[name])
                 time.sleep(0.5)
             print(f"{name}: after {Sample.of(pid)}")
-        got = tr.pull(endpoint.url, access=access, group=False, timeout=60)
+        got = tr.pull(endpoint.url, access=access, no_dist=True, timeout=60)
         assert torch.equal(got.state["w"], state["w"])
         assert endpoint.publish(state, step=2).skipped is None
     finally:

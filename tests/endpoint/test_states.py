@@ -13,6 +13,7 @@ from torch import nn
 
 import torchrelay as tr
 from tests.endpoint.conftest import Stage
+from tests.support import flat
 from tests.support.fsdp_job import train
 from tests.support.rounds import rounds
 from tests.support.states import (
@@ -27,7 +28,7 @@ from tests.support.states import (
 )
 from torchrelay.progress import Progress
 
-_pull = partial(tr.pull, same_host=False)  # over TCP, though this is the same host
+_pull = partial(flat.pull, same_host=False)  # over TCP, though this is the same host
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 many = settings(
     max_examples=rounds(100),
@@ -118,7 +119,7 @@ def test_a_destination_that_does_not_fit_stays_as_it_is(stage: Stage) -> None:
         _pull(stage.url, step=step, into={"a": into["a"]}, timeout=30)
     assert not into["a"].any() and not into["b"].any()
     got = _pull(stage.url, step=step, into={"a": into["a"]}, strict=False, timeout=30)
-    assert got.report.missing == ("['b']",)
+    assert got.report.unexpected_keys == ("['b']",)
     assert into["a"].all()
 
 
@@ -155,7 +156,7 @@ def test_a_pull_sees_what_was_published_before_it(stage: Stage) -> None:
 def test_a_step_with_the_same_number_or_a_lower_one_is_the_newest() -> None:
     """A trainer that went back to an earlier step publishes on from there."""
     w = torch.zeros(4)
-    with tr.serve({"w": w}, step=5, group=False) as endpoint:
+    with tr.serve({"w": w}, step=5, no_dist=True) as endpoint:
         for number, step in enumerate((5, 4, 4, 3, 6), start=1):
             endpoint.publish({"w": w.fill_(number)}, step=step).result(60)
             got = _pull(endpoint.url, timeout=60)

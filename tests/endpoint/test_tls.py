@@ -39,7 +39,7 @@ def serve_by_tls(rank: int, group: Any, files: dict[str, str], out: str) -> Any:
             page = f"{url}/page/histogram.json?step=2&tensor=column"
             shown = subprocess.run([*curl, page], capture_output=True, text=True, timeout=TIMEOUT)
             trusting = access(token=TOKEN, cafile=files["cafile"])
-            got = tr.recover(sources=[url], group=False, timeout=TIMEOUT, **trusting)
+            got = tr.recover(sources=[url], no_dist=True, timeout=TIMEOUT, **trusting)
             found = done.stderr, shown.stdout or shown.stderr, got.step
         dist.barrier(group)
     return found, whole(job)

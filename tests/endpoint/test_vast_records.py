@@ -15,6 +15,7 @@ import xxhash
 
 import torchrelay as tr
 from tests.endpoint.liars import Between
+from tests.support import flat
 from torchrelay.errors import EndpointError, MismatchError, RelayError
 from torchrelay.memory import free
 from torchrelay.record.encoding import content_digest, decode_at_rest
@@ -63,7 +64,7 @@ def test_a_vast_volume(nbytes: int, chunk: int) -> None:
     with lying(nbytes, chunk) as url:
         for options in ({}, {"same_host": False}, {"verify": True}, {"reshare": True}):
             with pytest.raises(RelayError) as caught:
-                tr.pull(url, timeout=TIMEOUT, **options)  # type: ignore[arg-type]
+                flat.pull(url, timeout=TIMEOUT, **options)  # type: ignore[arg-type]
             assert not isinstance(caught.value, EndpointError) or url in str(caught.value)
         into = {"w": torch.zeros(1000), "n": 0}
         with pytest.raises(RelayError) as caught:

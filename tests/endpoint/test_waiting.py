@@ -26,7 +26,7 @@ STATE = {"w": torch.arange(1000.0)}
 
 @pytest.fixture
 def endpoint() -> Iterator[Endpoint]:
-    with tr.serve(STATE, step=1, group=False, timeout=60) as made:
+    with tr.serve(STATE, step=1, no_dist=True, timeout=60) as made:
         made.publish(STATE, step=1).result(60)
         yield made
 
@@ -36,8 +36,12 @@ def waiting(url: str | list[str] | PeerSource, found: list[Any]) -> threading.Th
 
     def run() -> None:
         try:
-            found.append(tr.pull(url, newer_than=1, same_host=False, timeout=60).step)
-        except tr.RelayError as fault:
+            found.append(
+                tr.pull(
+                    url, timeout=60, options=tr.options.PullOptions(newer_than=1, same_host=False)
+                ).step
+            )
+        except tr.errors.RelayError as fault:
             found.append(fault)
 
     thread = threading.Thread(target=run)
@@ -54,7 +58,7 @@ def test_a_wait_is_longer_than_a_stall(endpoint: Endpoint, monkeypatch: pytest.M
     """A connection may be silent for as long as the endpoint was asked to wait."""
     monkeypatch.setattr(connection, "STALL_SECONDS", 0.3)
     with pytest.raises(tr.errors.TransferTimeoutError, match="no step above 1"):
-        tr.pull(endpoint.url, newer_than=1, timeout=2)
+        tr.pull(endpoint.url, timeout=2, options=tr.options.PullOptions(newer_than=1))
 
 
 def test_a_rank_that_shares_its_state_later_is_waited_for() -> None:
@@ -63,7 +67,7 @@ def test_a_rank_that_shares_its_state_later_is_waited_for() -> None:
     found: list[Any] = []
     thread = waiting(PeerSource(notes, 0), found)
     token = "a-token-of-this-test"
-    with tr.serve(STATE, step=1, access=tr.Access(token=token), group=False, timeout=60) as made:
+    with tr.serve(STATE, step=1, access=tr.Access(token=token), no_dist=True, timeout=60) as made:
         notes.put(0, SharedAt(made.url, token))
         time.sleep(1.5)  # it has looked, and waits for the endpoint now
         assert not found
@@ -94,7 +98,7 @@ def test_an_endpoint_that_is_not_up_yet_is_asked_again() -> None:
     port = free_port()
     found: list[Any] = []
     thread = waiting(f"http://127.0.0.1:{port}", found)
-    with tr.serve(STATE, step=2, address=f"127.0.0.1:{port}", group=False, timeout=60):
+    with tr.serve(STATE, step=2, address=f"127.0.0.1:{port}", no_dist=True, timeout=60):
         thread.join(60)
     assert found == [2]
 
@@ -103,7 +107,7 @@ def test_the_second_of_two_is_asked_again_when_it_comes_up(endpoint: Endpoint) -
     port = free_port()
     found: list[Any] = []
     thread = waiting([endpoint.url, f"http://127.0.0.1:{port}"], found)
-    with tr.serve(STATE, step=2, address=f"127.0.0.1:{port}", group=False, timeout=60):
+    with tr.serve(STATE, step=2, address=f"127.0.0.1:{port}", no_dist=True, timeout=60):
         thread.join(60)
     assert found == [2]
 
@@ -116,7 +120,7 @@ def test_a_token_that_is_refused_is_not_waited_for() -> None:
     with answering(refuse) as url:
         begun = time.monotonic()
         with pytest.raises(tr.errors.EndpointError, match="token"):
-            tr.pull(url, newer_than=1, timeout=60)
+            tr.pull(url, timeout=60, options=tr.options.PullOptions(newer_than=1))
         assert time.monotonic() - begun < 30
 
 

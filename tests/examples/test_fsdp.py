@@ -1,4 +1,4 @@
-"""`examples/fsdp`: seven lines for saves, another number of ranks, preemption and a keeper."""
+"""`examples/fsdp`: eight lines for saves, another number of ranks, preemption and a keeper."""
 
 from __future__ import annotations
 
@@ -102,14 +102,14 @@ def alone(folder: str, job: str, steps: int) -> str:
 def end_keepers(job: str) -> None:
     for name in KeeperName.all():
         if name.job == job:
-            with tr.Keeper(f"{job}@{name.host}", group=False) as keeper:
+            with tr.Keeper(f"{job}@{name.host}", no_dist=True) as keeper:
                 keeper.end()
 
 
-def test_seven_lines() -> None:
+def test_eight_lines() -> None:
     lines = EXAMPLE.read_text().splitlines()
     added = [line for line in lines if line.endswith("# +")]
-    assert len(added) == 7
+    assert len(added) == 8
     used = [line for line in lines if re.search(r"\b(tr\.|ckpt\.)|torchrelay as tr", line)]
     assert set(used) <= set(added), "no other line uses the library"
 
@@ -154,7 +154,9 @@ def test_a_preempted_job_resumes_on_another_number_of_ranks(
         end_keepers(job)
     assert done.code == 0, done.output
     last = {rank: max(s for r, s in losses_in(done.output) if r == rank) for rank in (0, 1)}
-    with tr.Checkpointer(folder, group=False, read_only=True) as ckpt:
+    with tr.Checkpointer(
+        folder, no_dist=True, options=tr.options.CheckpointerOptions(read_only=True)
+    ) as ckpt:
         (newest,) = {*last.values(), ckpt.latest()}
         assert newest is not None and HIT_AT < newest < 100_000
         position = ckpt.load(key="data").state

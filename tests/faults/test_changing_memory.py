@@ -72,7 +72,7 @@ def test_a_change_between_hashing_and_writing_by_torchs_own_save(
     tensor = torch.zeros(16, 256, dtype=torch.int32)
     changed_before_each_write(monkeypatch, tensor)
     dcp.save({"w": tensor}, storage_writer=Writer(tmp_path / "step-1"), no_dist=True)
-    with tr.Checkpointer(tmp_path, group=False) as ckpt:
+    with tr.Checkpointer(tmp_path, no_dist=True) as ckpt:
         assert ckpt.verify(1) == 1
 
 
@@ -130,7 +130,7 @@ def test_memory_that_changes_after_a_gpu_has_hashed_it_is_not_committed(
 
     monkeypatch.setattr(shares, "DeviceHashing", HashingOnHost)
     monkeypatch.setattr(Pipeline, "stage", changing)
-    with tr.Checkpointer(tmp_path, stage_on="host") as ckpt:
+    with tr.Checkpointer(tmp_path, options=tr.options.CheckpointerOptions(stage_on="host")) as ckpt:
 
         def save(step: int) -> None:
             if way == "save":

@@ -796,13 +796,13 @@ def test_nothing_in_a_blob_runs(tmp_path: Path, kind: str) -> None:
         for said in ("state", "raw"):
             blob = ["model.x", said, 0, start, len(data)]
             change(root / "step-1", put([blob], "objects"))
-            with suppress(tr.RelayError):
+            with suppress(tr.errors.RelayError):
                 checkpointer.load(step=1)
-            with suppress(tr.RelayError):
+            with suppress(tr.errors.RelayError):
                 checkpointer.load({"model": {"w": torch.zeros(len(data), dtype=torch.uint8)}})
             checkpointer.verify(1)
     for said in ("state", "raw"):
-        with pytest.raises(tr.RelayError):
+        with pytest.raises(tr.errors.RelayError):
             blobs.give(said, data, DefaultLoadPlanner(), "model.x").read()
     with suppress(tr.errors.UnsupportedLeafError):
         assert blobs.keep("model.x", io.BytesIO(data))[0] == "raw"

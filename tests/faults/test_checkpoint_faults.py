@@ -57,7 +57,7 @@ def attempt(call: Callable[[], Any]) -> Outcome:
     begun = time.monotonic()
     try:
         call()
-    except tr.RelayError as fault:
+    except tr.errors.RelayError as fault:
         seconds, file = time.monotonic() - begun, getattr(fault, "file", None)
         return Outcome(type(fault).__name__, str(fault), seconds, fault.rank, fault.phase, file)
     return Outcome(None, "", time.monotonic() - begun)

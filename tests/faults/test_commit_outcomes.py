@@ -35,7 +35,9 @@ def outcome(save: Callable[[], object]) -> str:
 
 def seeds(root: Path) -> dict[int, int | str]:
     """What a process that starts and looks finds; nothing is cleaned up by it."""
-    with tr.Checkpointer(root, group=False, read_only=True) as reader:
+    with tr.Checkpointer(
+        root, no_dist=True, options=tr.options.CheckpointerOptions(read_only=True)
+    ) as reader:
         return {step: which(reader.load(step=step).state, range(9)) for step in reader.steps()}
 
 

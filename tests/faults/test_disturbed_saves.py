@@ -107,7 +107,7 @@ def test_a_file_that_is_gone_from_the_draft_is_not_committed(
         else:
             os.truncate(file, 9)
 
-    with tr.Checkpointer(tmp_path, group=False) as ckpt:
+    with tr.Checkpointer(tmp_path, no_dist=True) as ckpt:
         ckpt.save(1, state(1))
         after_writing(monkeypatch, disturb)
         with pytest.raises(

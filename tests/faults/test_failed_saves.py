@@ -37,7 +37,7 @@ class FailingCommit(Files):
 
 def checkpointer_on(root: Path, failures: int) -> tr.Checkpointer:
     with stores_with(FailingCommit(failures)):
-        return tr.Checkpointer(root, group=False, timeout=30)
+        return tr.Checkpointer(root, no_dist=True, timeout=30)
 
 
 def test_a_failed_save_stops_nothing_if_it_is_to_warn(
@@ -59,7 +59,7 @@ def test_a_full_disk_stops_nothing_if_it_is_to_warn(
 ) -> None:
     """It is found before anything is staged."""
     monkeypatch.setattr(catalog, "HEADROOM", 1 << 60)
-    with tr.Checkpointer(tmp_path, group=False, timeout=30) as checkpointer:
+    with tr.Checkpointer(tmp_path, no_dist=True, timeout=30) as checkpointer:
         pending = checkpointer.save_async(1, state(1), on_error="warn")
         assert isinstance(fault := pending.exception(20), tr.errors.CheckpointError)
         assert "no space" in str(fault) and checkpointer.failures == 1
@@ -74,7 +74,7 @@ def test_a_full_disk_stops_nothing_if_it_is_to_warn(
 
 def test_a_place_that_cannot_be_listed_stops_nothing_if_it_is_to_warn(tmp_path: Path) -> None:
     root = tmp_path / "job"
-    with tr.Checkpointer(root, group=False, timeout=30) as checkpointer:
+    with tr.Checkpointer(root, no_dist=True, timeout=30) as checkpointer:
         root.write_text("in the way")
         pending = checkpointer.save_async(1, state(1), on_error="warn")
         assert isinstance(pending.exception(20), tr.errors.CheckpointError)
@@ -119,7 +119,7 @@ def test_a_failed_save_of_ranks_stops_none_of_them(pool2: RankPool, tmp_path: Pa
 @pytest.mark.parametrize("bad", [{"on_error": "ignore"}, {"on_busy": "perhaps"}])
 def test_bad_arguments_are_refused(tmp_path: Path, bad: dict[str, Any]) -> None:
     with (
-        tr.Checkpointer(tmp_path, group=False) as checkpointer,
+        tr.Checkpointer(tmp_path, no_dist=True) as checkpointer,
         pytest.raises(tr.errors.UsageError, match=next(iter(bad))),
     ):
         checkpointer.save_async(1, state(1), **bad)
@@ -133,7 +133,9 @@ def test_a_save_tells_how_far_it_is(
     large = {"a": torch.arange(5 << 20), "b": {"c": torch.arange(1 << 20), "d": torch.ones(3)}}
     told: list[tuple[int, int]] = []
     budget = 16 << 20 if kind == "budget" else None
-    with tr.Checkpointer(tmp_path, group=False, memory_budget=budget) as checkpointer:
+    with tr.Checkpointer(
+        tmp_path, no_dist=True, options=tr.options.CheckpointerOptions(memory_budget=budget)
+    ) as checkpointer:
         if kind == "save":
             saved = checkpointer.save(1, large, progress=told.append)
         else:
@@ -147,7 +149,7 @@ def test_a_save_tells_how_far_it_is(
 
 
 def test_damage_is_announced_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    with tr.Checkpointer(tmp_path, group=False) as checkpointer:
+    with tr.Checkpointer(tmp_path, no_dist=True) as checkpointer:
         for step in (1, 2):
             checkpointer.save(step, state(step))
         (tmp_path / "step-2" / "model.safetensors").write_bytes(b"")

@@ -103,7 +103,7 @@ def use_in_child(root: str) -> None:
             else:
                 raise AssertionError(f"{name} works in a forked child")
         checkpointer.close()  # of the parent's: nothing is done
-        with tr.Checkpointer(root, group=False) as own:
+        with tr.Checkpointer(root, no_dist=True) as own:
             assert which(own.load().state, [1]) == 1
 
     assert end_of(fork(child), 30) == 0
@@ -127,7 +127,7 @@ def save_in_both(root: str) -> list[int]:
         for step in range(100, 112):
             try:
                 checkpointer.save_async(step, state(step)).result(20)
-            except tr.RelayError:
+            except tr.errors.RelayError:
                 pass
 
     pid = fork(child)
@@ -216,7 +216,7 @@ def test_close_beside_forked_children_does_not_wait_for_the_writer(tmp_path: Pat
 
 
 def end_with_a_save(root: str) -> None:
-    checkpointer = tr.Checkpointer(root, timeout=30, group=False)
+    checkpointer = tr.Checkpointer(root, timeout=30, no_dist=True)
     checkpointer.save_async(1, state(1))
 
 
@@ -233,7 +233,7 @@ def test_a_save_under_way_is_finished_when_its_multiprocessing_child_ends(
         process.start()
         process.join(60)
         assert process.exitcode == 0
-    with tr.Checkpointer(root, group=False) as checkpointer:
+    with tr.Checkpointer(root, no_dist=True) as checkpointer:
         assert which(checkpointer.load().state, [1]) == 1
 
 
@@ -274,7 +274,7 @@ def train_beside_workers(root: str) -> tuple[list[int], list[int], float, list[i
     begun = time.monotonic()
     checkpointer.close()
     seconds = time.monotonic() - begun
-    with tr.Checkpointer(root, read_only=True) as reader:
+    with tr.Checkpointer(root, options=tr.options.CheckpointerOptions(read_only=True)) as reader:
         values = [which(reader.load(step=step).state, range(8)) for step in reader.steps()]
         return sums, reader.steps(), seconds, values
 

@@ -80,7 +80,7 @@ def speaks_nonsense(rank: int, group: Any, root: str) -> str:
         planner._encode = lambda value: msgspec.msgpack.encode(value)[:-3]
     try:
         checkpointer.save(1, {"w": torch.zeros(3)})
-    except tr.RelayError as fault:
+    except tr.errors.RelayError as fault:
         return f"{type(fault).__name__}: {fault}"
     finally:
         planner._encode = msgspec.msgpack.encode

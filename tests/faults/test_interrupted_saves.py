@@ -122,7 +122,7 @@ def interrupt_ranks(rank: int, group: Any, root: str) -> list[str]:
         if rank == victim:
             hit = interrupted(lambda: job.save(other, 1.5), PARTS, line)
         else:
-            with suppress(tr.RelayError):
+            with suppress(tr.errors.RelayError):
                 job.save(other, 1.5)
         found += [f"rank {victim} at {line}: {wrong}" for wrong in job.wrong()]
         found += [] if hit else [f"{line} was not reached"]

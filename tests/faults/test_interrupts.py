@@ -265,7 +265,7 @@ def shaken(rank: int, group: Any, door: str, seed: int, trials: int) -> dict[str
                     pair.call(faulty, limit)
             except Hit:
                 counts["hit"] += 1
-            except tr.RelayError:
+            except tr.errors.RelayError:
                 pass
             after = verdict(pair.live, now, faulty)
             dist.barrier(group)
@@ -274,7 +274,7 @@ def shaken(rank: int, group: Any, door: str, seed: int, trials: int) -> dict[str
             counts["new" if after == faulty else "old"] += 1
             try:
                 pair.call(healthy, LONG)
-            except tr.RelayError as fault:
+            except tr.errors.RelayError as fault:
                 raise AssertionError(where) from fault
             assert rank == 0 or verdict(pair.live, healthy) == healthy, where
             now = healthy

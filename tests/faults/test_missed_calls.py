@@ -12,6 +12,7 @@ import pytest
 import torch.distributed as dist
 
 import torchrelay as tr
+from tests.support import flat
 from tests.support.ranks import RankPool
 from tests.support.saved import state, which
 from torchrelay.stores.local.store import LocalStore
@@ -23,7 +24,7 @@ WARNED = 13.0  # seconds after which a rank that waits has said for whom
 def tried(call: Callable[[], Any]) -> str:
     try:
         call()
-    except tr.RelayError as fault:
+    except tr.errors.RelayError as fault:
         return f"{type(fault).__name__}: {fault}"
     return "ok"
 
@@ -100,7 +101,7 @@ def refuse(rank: int, group: Any, root: str, bad: int) -> list[str]:
         options = {}
     made: list[tr.Checkpointer] = []
     try:
-        told.append(tried(lambda: made.append(tr.Checkpointer(root, timeout=60, **options))))
+        told.append(tried(lambda: made.append(flat.checkpointer(root, timeout=60, **options))))
     finally:
         LocalStore.clean = clean  # type: ignore[method-assign]
     begun = time.monotonic()
@@ -134,11 +135,11 @@ def test_a_constructor_that_fails_on_one_rank_leaves_nobody_waiting(
 def miss_a_read(rank: int, group: Any, absent: int, what: str) -> list[str]:
     """One rank is stopped by an argument of its own before it comes to the others."""
     doors = {
-        "pull": lambda **more: tr.pull(url, group=group, **more),
-        "recover": lambda **more: tr.recover(sources=[url], group=group, **more),
+        "pull": lambda **more: flat.pull(url, group=group, **more),
+        "recover": lambda **more: flat.recover(sources=[url], group=group, **more),
     }
     told: list[Any] = [None]
-    with tr.serve({"rank": rank}, step=1, group=False) as endpoint:
+    with tr.serve({"rank": rank}, step=1, no_dist=True) as endpoint:
         told[0] = endpoint.url
         dist.broadcast_object_list(told, src=0, group=group)
         url = told.pop()

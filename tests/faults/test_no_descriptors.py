@@ -62,11 +62,16 @@ def refused(act: Callable[[], object], spare: int = 0) -> None:
 @pytest.mark.parametrize("host", ["127.0.0.1", "localhost"])
 @pytest.mark.parametrize("reshare", [False, True])
 def test_a_pull(host: str, reshare: bool) -> None:
-    with tr.serve(state(), step=1, group=False, timeout=60) as endpoint:
+    with tr.serve(state(), step=1, no_dist=True, timeout=60) as endpoint:
         url = endpoint.url.replace("127.0.0.1", host)
 
         def act() -> None:
-            got = tr.pull(url, same_host=False, reshare=reshare, timeout=20, group=False)
+            got = tr.pull(
+                url,
+                timeout=20,
+                no_dist=True,
+                options=tr.options.PullOptions(same_host=False, reshare=reshare),
+            )
             if got.seed is not None:
                 got.seed.close()
 
@@ -74,11 +79,11 @@ def test_a_pull(host: str, reshare: bool) -> None:
 
 
 def test_a_subscription_that_waits_until_its_deadline() -> None:
-    with tr.serve(state(), step=1, group=False, timeout=60) as endpoint:
+    with tr.serve(state(), step=1, no_dist=True, timeout=60) as endpoint:
         into = state()
 
         def subscribe() -> None:
-            given = tr.subscribe(endpoint.url, into=into, group=False, timeout=8)
+            given = tr.subscribe(endpoint.url, into=into, no_dist=True, timeout=8)
             given.close()
 
         refused(subscribe)
@@ -86,7 +91,7 @@ def test_a_subscription_that_waits_until_its_deadline() -> None:
 
 def test_a_process_that_cannot_be_started() -> None:
     def serve() -> None:
-        tr.serve(state(), step=1, group=False, timeout=60).close()
+        tr.serve(state(), step=1, no_dist=True, timeout=60).close()
 
     refused(serve)
     refused(serve, spare=2)

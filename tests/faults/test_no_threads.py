@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 import torchrelay as tr
+from tests.support import flat
 from tests.support.faults import CHUNK, Outcome, received, sent, verdict, weights
 from tests.support.no_threads import no_memory_for_threads, only_threads
 from tests.support.ranks import RankPool
@@ -206,13 +207,13 @@ def test_steps_are_saved_and_loaded_or_it_is_said_why(count: int, tmp_path: Path
 @pytest.mark.parametrize("same_host", [True, False])
 def test_a_step_is_pulled_and_followed(count: int, same_host: bool) -> None:
     into = weights(2)
-    how: Any = {"same_host": same_host, "group": False, "timeout": LONG}
+    how: Any = {"same_host": same_host, "no_dist": True, "timeout": LONG}
     with (
-        tr.serve(weights(1), step=1, group=False, timeout=LONG) as endpoint,
+        tr.serve(weights(1), step=1, no_dist=True, timeout=LONG) as endpoint,
         tr.subscribe(endpoint.url, into=into, **how) as updates,
     ):
         with only_threads(count):
-            tr.pull(endpoint.url, into=into, **how)
+            flat.pull(endpoint.url, into=into, **how)
             assert verdict(into, 1) == 1
             endpoint.publish(weights(3), step=2).result(LONG)
             assert updates.update().step == 2 and verdict(into, 3) == 3

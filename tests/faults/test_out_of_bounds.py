@@ -20,7 +20,7 @@ import xxhash
 
 import torchrelay as tr
 from tests.endpoint.liars import Between
-from tests.support import guarded_memory
+from tests.support import flat, guarded_memory
 from tests.support.forge import body_of, change, forged
 from tests.support.ranks import run_ranks
 
@@ -105,7 +105,7 @@ def pull_resized() -> None:
             for shape in shapes:
                 with forging(endpoint.url, resized(name, shape)) as url:
                     for options in ({}, {"into": state()}, {"same_host": False}):
-                        _refused(lambda u=url, o=options: tr.pull(u, timeout=60, **o))
+                        _refused(lambda u=url, o=options: flat.pull(u, timeout=60, **o))
 
 
 @contextlib.contextmanager

@@ -206,11 +206,11 @@ def test_a_call_that_fails_is_a_typed_error(name: str, quick: Path) -> None:
             continue
         root = prepared(scenario, quick / "run")
         files = scenario.files(at, error=errno.EIO)
-        failed: tr.RelayError | None = None
+        failed: tr.errors.RelayError | None = None
         with stores_with(files):
             try:
                 scenario.act(root)
-            except tr.RelayError as fault:
+            except tr.errors.RelayError as fault:
                 failed = fault
         if failed is not None:
             assert isinstance(failed, tr.errors.CheckpointError) and failed.file, failed
@@ -259,7 +259,7 @@ def test_a_sync_that_is_left_out_is_found(kind: str, quick: Path) -> None:
             patch.setattr(warnings, "warn", lambda *args, **kwargs: None)
             try:
                 check(quick / "left" / "steps", scenario, True)
-            except (AssertionError, tr.RelayError):
+            except (AssertionError, tr.errors.RelayError):
                 found += 1
         shutil.rmtree(quick / "left")
     assert found

@@ -73,7 +73,12 @@ def test_a_step_that_was_overwritten_after_the_check_was_mixed_with_its_successo
     saved(root, 1)
     other = tr.Checkpointer(root, timeout=60)
     once_before(monkeypatch, RankLoad, "end", lambda: other.save(1, state(2), overwrite=True))
-    with other, tr.Checkpointer(root, timeout=60, read_only=True) as held:
+    with (
+        other,
+        tr.Checkpointer(
+            root, timeout=60, options=tr.options.CheckpointerOptions(read_only=True)
+        ) as held,
+    ):
         into = state(0)
         held.load(into)
         assert equal(into, state(1))
@@ -87,7 +92,12 @@ def test_a_step_that_was_overwritten_after_its_record_was_read_is_read_again(
     saved(root, 0, 1)
     other = tr.Checkpointer(root, timeout=60)
     once_before(monkeypatch, RankLoad, "__init__", lambda: other.save(1, state(2), overwrite=True))
-    with other, tr.Checkpointer(root, timeout=60, read_only=True) as held:
+    with (
+        other,
+        tr.Checkpointer(
+            root, timeout=60, options=tr.options.CheckpointerOptions(read_only=True)
+        ) as held,
+    ):
         into = state(9)
         got = held.load(into, step=1)
         assert equal(into, state(2)) and got.report.attempts == ()
@@ -107,8 +117,8 @@ def test_bytes_that_change_in_place_after_the_check_do_not_pass_as_verified(
             out.write(rotten)
 
     once_before(monkeypatch, RankLoad, "end", scribble)
-    with tr.Checkpointer(tmp_path, read_only=True) as held:
-        with pytest.raises(tr.RelayError):
+    with tr.Checkpointer(tmp_path, options=tr.options.CheckpointerOptions(read_only=True)) as held:
+        with pytest.raises(tr.errors.RelayError):
             held.load(state(0), step=1)
 
 
@@ -116,7 +126,7 @@ def beside(rank: int, group: Any, root: str, how: str) -> list[str]:
     """Rank 0 saves over and over while rank 1 loads; what was wrong with the loads."""
     done = Path(root) / "done"
     if rank == 0:
-        with tr.Checkpointer(root, group=False, keep=1) as held:
+        with tr.Checkpointer(root, no_dist=True, keep=1) as held:
             step = 1
             while not done.exists():
                 if how == "overwrite":
@@ -128,7 +138,9 @@ def beside(rank: int, group: Any, root: str, how: str) -> list[str]:
     wrong = []
     seen = set()
     try:
-        with tr.Checkpointer(root, group=False, read_only=True, timeout=20) as held:
+        with tr.Checkpointer(
+            root, no_dist=True, timeout=20, options=tr.options.CheckpointerOptions(read_only=True)
+        ) as held:
             while held.latest() is None:
                 time.sleep(0.01)
             into = state(77)
@@ -161,7 +173,9 @@ def test_a_step_that_is_pruned_while_it_is_loaded_has_a_successor(
 ) -> None:
     saved(root, 1)
     trainer = tr.Checkpointer(root, keep=tr.KeepLast(1), timeout=60)
-    reader = tr.Checkpointer(root, read_only=True, timeout=60)
+    reader = tr.Checkpointer(
+        root, timeout=60, options=tr.options.CheckpointerOptions(read_only=True)
+    )
     owner: Any = type(reader._store) if moment == "opened" else RankLoad
     name = "open" if moment == "opened" else "check"
     once_before(monkeypatch, owner, name, lambda: trainer.save(2, state(2)))
@@ -177,7 +191,9 @@ def test_a_listing_that_is_overtaken_by_a_trainer_is_made_again(
 ) -> None:
     saved(root, 1)
     with tr.Checkpointer(root, keep=tr.KeepLast(1), timeout=60) as trainer:
-        with tr.Checkpointer(root, read_only=True, timeout=60) as reader:
+        with tr.Checkpointer(
+            root, timeout=60, options=tr.options.CheckpointerOptions(read_only=True)
+        ) as reader:
             store: Any = reader._store
             local = isinstance(store, LocalStore)
             owner, name = (store._root, "folders") if local else (store, "listing")
@@ -224,7 +240,9 @@ def test_a_read_that_fails_for_a_while_is_not_damage(
 ) -> None:
     saved(tmp_path, 1, 2)
     tries = failing(code, 5)
-    with tr.Checkpointer(tmp_path, read_only=True, timeout=30) as held:
+    with tr.Checkpointer(
+        tmp_path, timeout=30, options=tr.options.CheckpointerOptions(read_only=True)
+    ) as held:
         into = state(0)
         got = held.load(into)
         assert (got.step, got.report.attempts) == (2, ()) and equal(into, state(2))
@@ -246,7 +264,9 @@ def test_a_read_that_hangs_ends_at_the_deadline(
 
     monkeypatch.setattr(owner, name, hangs)
     try:
-        with tr.Checkpointer(tmp_path, read_only=True, timeout=2) as held:
+        with tr.Checkpointer(
+            tmp_path, timeout=2, options=tr.options.CheckpointerOptions(read_only=True)
+        ) as held:
             into = state(0)
             begun = time.monotonic()
             with pytest.raises(tr.errors.StorageTimeoutError):
@@ -264,7 +284,9 @@ def test_a_read_that_fails_for_good_is_raised_and_no_older_step_is_taken(
 ) -> None:
     saved(tmp_path, 1, 2)
     failing(code, 10**9)
-    with tr.Checkpointer(tmp_path, read_only=True, timeout=3) as held:
+    with tr.Checkpointer(
+        tmp_path, timeout=3, options=tr.options.CheckpointerOptions(read_only=True)
+    ) as held:
         into = state(0)
         begun = time.monotonic()
         with pytest.raises(tr.errors.CheckpointError, match="step-2") as told:
@@ -279,7 +301,9 @@ def test_a_read_that_fails_for_good_is_raised_and_no_older_step_is_taken(
 
 def test_a_bucket_that_is_busy_for_a_while_does_not_cost_the_newest_step(s3: S3) -> None:
     saved(s3.url("run"), 1, 2)
-    with tr.Checkpointer(s3.url("run"), read_only=True, timeout=9) as held:
+    with tr.Checkpointer(
+        s3.url("run"), timeout=9, options=tr.options.CheckpointerOptions(read_only=True)
+    ) as held:
         end = time.monotonic() + 3.5  # longer than the library tries by itself
 
         def busy(method: str, path: str) -> int | None:
@@ -299,7 +323,12 @@ def test_a_bucket_that_refuses_is_not_asked_again_until_the_deadline(
 ) -> None:
     """Wrong credentials, or a wrong name, took as long as a call may take to be told."""
     s3.hook = lambda method, path: status
-    with tr.Checkpointer(f"s3://{bucket}/run", group=False, read_only=True, timeout=60) as there:
+    with tr.Checkpointer(
+        f"s3://{bucket}/run",
+        no_dist=True,
+        timeout=60,
+        options=tr.options.CheckpointerOptions(read_only=True),
+    ) as there:
         for act in (there.load, there.verify, there.steps):
             before = len(s3.requests)
             with pytest.raises(tr.errors.CheckpointError, match=f"cannot list the steps: .*{why}"):
@@ -384,7 +413,9 @@ def test_an_object_that_announces_a_tebibyte_is_refused(
 
     monkeypatch.setattr(s3, "ask", lie)
     assert MAX_MANIFEST_BYTES < 1 << 40
-    with tr.Checkpointer(s3.url("run"), read_only=True, timeout=20) as held:
+    with tr.Checkpointer(
+        s3.url("run"), timeout=20, options=tr.options.CheckpointerOptions(read_only=True)
+    ) as held:
         into = state(0)
         with pytest.raises(tr.errors.DamagedError, match="step-2"):
             held.load(into, step=2)
@@ -428,7 +459,9 @@ def test_a_step_that_may_not_be_read_is_named_and_hides_no_other() -> None:
     with forbidding() as (folder, forbid):
         saved(folder / "run", 1, 2, 3)
         forbid(folder / "run" / "step-2")
-        with tr.Checkpointer(folder / "run", group=False, read_only=True) as there:
+        with tr.Checkpointer(
+            folder / "run", no_dist=True, options=tr.options.CheckpointerOptions(read_only=True)
+        ) as there:
             assert there.steps() == [1, 2, 3]
             assert there.load().step == there.verify() == there.latest() == 3
             assert there.load(step=1).step == 1

@@ -340,9 +340,7 @@ def fan_loses_one(rank: int, group: Any) -> list[Outcome]:
     live, seed, outcomes = weights(OLD), OLD, []
     for number, (way, receivers, victim) in enumerate(FANS):
         with taking(way):
-            relay = tr.Relay(
-                group, chunk_bytes=CHUNK, join_window=20, verify=None if number else False
-            )
+            relay = tr.Relay(group, chunk_bytes=CHUNK, join_window=20, verify=bool(number))
             if rank == 0:
                 outcomes.append(sent(relay, number, receivers, LONG))
             elif rank in receivers:

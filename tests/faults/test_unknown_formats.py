@@ -30,7 +30,7 @@ def rewrite(path: Path, version: list[int], **fields: object) -> None:
 
 @pytest.fixture
 def root(tmp_path: Path) -> Path:
-    with tr.Checkpointer(tmp_path, group=False) as checkpointer:
+    with tr.Checkpointer(tmp_path, no_dist=True) as checkpointer:
         for step in (1, 2, 3):
             checkpointer.save(step, state(step))
     rewrite(tmp_path / "step-3" / "manifest.json", LATER)
@@ -39,7 +39,7 @@ def root(tmp_path: Path) -> Path:
 
 def test_no_older_step_is_taken_in_its_place(root: Path) -> None:
     live = state(77)
-    with tr.Checkpointer(root, group=False) as checkpointer:
+    with tr.Checkpointer(root, no_dist=True) as checkpointer:
         for ask in (
             lambda: checkpointer.load(live),
             lambda: checkpointer.load(live, step=3),
@@ -62,14 +62,14 @@ def test_earlier_formats_are_refused(root: Path) -> None:
     live = state(77)
     for minor in (0, 1):
         rewrite(root / "step-3" / "manifest.json", [3, minor])
-        with tr.Checkpointer(root, group=False) as checkpointer:
+        with tr.Checkpointer(root, no_dist=True) as checkpointer:
             with pytest.raises(tr.errors.FormatError, match=rf"format 3\.{minor}.*wrote it"):
                 checkpointer.load(live)
     assert live["step"] == 77 and torch.equal(live["model"]["w"], state(77)["model"]["w"])
 
 
 def test_training_goes_on_above_it_and_it_stays(root: Path) -> None:
-    with tr.Checkpointer(root, group=False, keep=tr.KeepLast(1)) as checkpointer:
+    with tr.Checkpointer(root, no_dist=True, keep=tr.KeepLast(1)) as checkpointer:
         checkpointer.save(4, state(4))
         assert checkpointer.steps() == [3, 4]
         assert checkpointer.load(state(0)).step == 4
@@ -78,7 +78,7 @@ def test_training_goes_on_above_it_and_it_stays(root: Path) -> None:
 
 def test_a_later_minor_format_is_read_unless_it_has_kinds_that_are_new(root: Path) -> None:
     path = root / "step-3" / "manifest.json"
-    with tr.Checkpointer(root, group=False) as checkpointer:
+    with tr.Checkpointer(root, no_dist=True) as checkpointer:
         rewrite(path, [VERSION[0], VERSION[1] + 1], hint="new")
         assert checkpointer.load(state(0)).step == 3
         rewrite(path, [VERSION[0], VERSION[1] + 1], objects=[["b", "new kind", 0, 0, 1]])
@@ -91,7 +91,7 @@ def test_a_later_minor_format_is_read_unless_it_has_kinds_that_are_new(root: Pat
 
 def test_the_same_step_of_another_source_is_taken(root: Path, tmp_path: Path) -> None:
     """And nothing older: a job that has nothing to recover would begin anew."""
-    with tr.Checkpointer(tmp_path / "other", group=False) as other:
+    with tr.Checkpointer(tmp_path / "other", no_dist=True) as other:
         other.save(1, state(1))
         for sources in ([root], [root, other], [other, root]):
             with pytest.raises(tr.errors.FormatError, match=rf"format {LATER[0]}\.0"):
@@ -106,14 +106,14 @@ def test_the_same_step_of_another_source_is_taken(root: Path, tmp_path: Path) ->
 def recovered(rank: int, group: Any, roots: list[list[str]]) -> str:
     try:
         return str(tr.recover(into=state(0), sources=roots[rank], group=group, timeout=30).step)
-    except tr.RelayError as fault:
+    except tr.errors.RelayError as fault:
         return type(fault).__name__
 
 
 def test_ranks_take_it_from_where_each_can_read_it_or_none_does(
     root: Path, tmp_path: Path, pool2: RankPool
 ) -> None:
-    with tr.Checkpointer(tmp_path / "other", group=False) as other:
+    with tr.Checkpointer(tmp_path / "other", no_dist=True) as other:
         for step in (1, 2, 3):
             other.save(step, state(step))
     unknown, known = str(root), str(tmp_path / "other")

@@ -59,7 +59,7 @@ def test_a_save_to_roots_that_are_not_shared_says_so(
 
 def load_apart(rank: int, group: Any, root: str) -> list[str]:
     if rank == 0:
-        with tr.Checkpointer(f"{root}/host-0", group=False) as ckpt:
+        with tr.Checkpointer(f"{root}/host-0", no_dist=True) as ckpt:
             ckpt.save(5, {"w": torch.ones(4)})
     with (
         patched(loader, VISIBLE_SECONDS=0.2),
@@ -78,7 +78,7 @@ def test_a_load_from_roots_that_are_not_shared_says_so(pool2: RankPool, tmp_path
 def load_late(rank: int, group: Any, root: str, looks: int) -> list[int]:
     """Rank 1 sees a step only after a while, as on a network file system right after a save."""
     if rank == 0:
-        with tr.Checkpointer(root, group=False) as ckpt:
+        with tr.Checkpointer(root, no_dist=True) as ckpt:
             ckpt.save(5, {"w": torch.ones(4)})
     found, left, existing = [], looks, StepRoot.existing
 
@@ -113,7 +113,7 @@ def test_no_space_says_how_much_the_steps_that_are_retained_take(
     state = {"w": torch.zeros(1_000_000)}  # 4 MB, and 1 MB is always left free
     for keep, need in ((3, "16,"), (tr.KeepLast(1), "8,"), (None, "never removed")):
         with (
-            tr.Checkpointer(tmp_path, group=False, keep=keep) as ckpt,
+            tr.Checkpointer(tmp_path, no_dist=True, keep=keep) as ckpt,
             pytest.raises(tr.errors.CheckpointError, match=r"no space") as caught,
         ):
             ckpt.save(1, state)

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tests.support.held_source import HeldSource
-from torchrelay.dropin.convert import loaded
+from torchrelay.dropin.conversion import loaded
 from torchrelay.errors import CheckpointError, DamagedError, UsageError
 from torchrelay.inspection.safetensors_file import SafetensorsSource, write_safetensors
 from torchrelay.progress import Progress

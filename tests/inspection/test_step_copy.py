@@ -17,7 +17,7 @@ from torchrelay.stores.opening import open_newest
 
 @pytest.fixture
 def place(tmp_path: Path) -> Path:
-    with tr.Checkpointer(tmp_path / "run", group=False) as there:
+    with tr.Checkpointer(tmp_path / "run", no_dist=True) as there:
         there.save(7, {**state(1), "large": torch.arange(5_000_000.0)})
     return tmp_path / "run"
 
@@ -30,7 +30,7 @@ def test_a_copy_has_the_same_bytes(place: Path, tmp_path: Path) -> None:
     assert seen[-1].done == seen[-1].total == held.record.volume_bytes
     for file in (place / "step-7").iterdir():
         assert (tmp_path / "copy" / "step-7" / file.name).read_bytes() == file.read_bytes()
-    with tr.Checkpointer(tmp_path / "copy", group=False) as there:
+    with tr.Checkpointer(tmp_path / "copy", no_dist=True) as there:
         assert there.verify() == 7 and equal(
             there.load(include=["optim.*", "seed"]).state["seed"], 1
         )

@@ -55,11 +55,11 @@ class Ranks:
 
     def save(self, folder: Path) -> None:
         """All ranks have one position, but for what is each loader's own."""
-        with tr.Checkpointer(folder, group=False) as steps:
+        with tr.Checkpointer(folder, no_dist=True) as steps:
             steps.save(1, {"data": self.positions[0]}, overwrite=True)
 
     def load(self, folder: Path) -> None:
-        with tr.Checkpointer(folder, group=False) as steps:
+        with tr.Checkpointer(folder, no_dist=True) as steps:
             for position in self.positions:
                 steps.load({"data": position})
 

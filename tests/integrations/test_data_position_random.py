@@ -99,7 +99,7 @@ class Job:
 
 def check(folder: Path, saved: list[tuple[int, bool]], **options: Any) -> None:
     """A job that continues from each of these steps has the losses of the one that saved them."""
-    with tr.Checkpointer(folder, group=False) as steps:
+    with tr.Checkpointer(folder, no_dist=True) as steps:
         calm = Job(**options)
 
         def save(step: int, ended: bool) -> None:
@@ -153,7 +153,7 @@ def test_noise_of_workers_continues_at_the_end_of_an_epoch(tmp_path: Path) -> No
 
 def test_a_step_that_is_saved_before_the_loop_goes_on(tmp_path: Path) -> None:
     """A job is stopped again right after it was resumed, twice."""
-    with tr.Checkpointer(tmp_path, group=False) as steps:
+    with tr.Checkpointer(tmp_path, no_dist=True) as steps:
         calm = Job()
 
         def save(step: int, ended: bool) -> None:
@@ -172,7 +172,7 @@ def test_a_step_that_is_saved_before_the_loop_goes_on(tmp_path: Path) -> None:
 
 
 def test_another_number_of_ranks_draws_nothing_either(tmp_path: Path) -> None:
-    with tr.Checkpointer(tmp_path, group=False) as steps:
+    with tr.Checkpointer(tmp_path, no_dist=True) as steps:
         before = Job()
         before.sampler.set_epoch(0)
         next(iter(before.loader))

@@ -26,7 +26,9 @@ from torchrelay.pending import Pending
 def model_at(folder: Path, step: int) -> dict[str, torch.Tensor]:
     steps = folder / "experiment" / "steps"
     model: dict[str, torch.Tensor] = (
-        tr.Checkpointer(steps, group=False, read_only=True).load(step=step, key="model").state
+        tr.Checkpointer(steps, no_dist=True, options=tr.options.CheckpointerOptions(read_only=True))
+        .load(step=step, key="model")
+        .state
     )
     return model
 

@@ -32,10 +32,10 @@ def weights(value: float) -> dict[str, torch.Tensor]:
 @pytest.fixture(scope="module")
 def reader(tmp_path_factory: pytest.TempPathFactory) -> Iterator[WeightReader]:
     folder = tmp_path_factory.mktemp("steps")
-    with tr.Checkpointer(folder, group=False, timeout=60) as steps:
+    with tr.Checkpointer(folder, no_dist=True, timeout=60) as steps:
         for step in (1, 2, 3):
             steps.save(step, {"model": weights(step)})
-    yield WeightReader(folder, group=False, timeout=60)
+    yield WeightReader(folder, no_dist=True, timeout=60)
 
 
 @pytest.fixture
@@ -71,9 +71,9 @@ def test_a_version_is_loaded_while_generation_is_paused(
 
 
 def test_a_published_version_is_exported(sglang: FakeSGLang, tmp_path: Path) -> None:
-    with tr.serve({"model": weights(7)}, step=7, group=False, timeout=60) as endpoint:
+    with tr.serve({"model": weights(7)}, step=7, no_dist=True, timeout=60) as endpoint:
         server = SGLangServer(sglang.url, tmp_path, pause="abort", timeout=30)
-        assert server.update(WeightReader(endpoint.url, group=False, timeout=60), step=7) == 7
+        assert server.update(WeightReader(endpoint.url, no_dist=True, timeout=60), step=7) == 7
         server.close()
     assert sglang.bodies[PAUSE] == {"mode": "abort"} and same(sglang.loaded, 7)
 

@@ -76,7 +76,7 @@ def weights(value: float, names: Iterable[str] = NAMES) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def endpoint() -> Iterator[Endpoint]:
-    with tr.serve(weights(1), step=1, group=False, timeout=60) as made:
+    with tr.serve(weights(1), step=1, no_dist=True, timeout=60) as made:
         yield made
 
 
@@ -195,7 +195,7 @@ def update_on_ranks(rank: int, group: Any, good: str, bad: str) -> list[Any]:
     try:
         engine.update_weights({"step": 11})
         failed = "no"
-    except tr.RelayError as fault:
+    except tr.errors.RelayError as fault:
         failed = type(fault).__name__
     engine.finish_weight_update()
     before = model.values()

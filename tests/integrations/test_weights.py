@@ -7,7 +7,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from functools import partial
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -48,18 +48,22 @@ def value_of(tensors: dict[str, torch.Tensor]) -> float:
 @pytest.fixture(scope="module")
 def endpoint() -> Iterator[Endpoint]:
     state = {"model": weights(1), "optimizer": {"lr": 0.1}}
-    with tr.serve(state, step=1, group=False, timeout=SECONDS) as made:
+    with tr.serve(state, step=1, no_dist=True, timeout=SECONDS) as made:
         yield made
 
 
 @pytest.fixture
 def over_tcp(monkeypatch: pytest.MonkeyPatch) -> None:
     """Read as from another host: memory of this one would be mapped."""
-    monkeypatch.setattr(weights_module, "pull", partial(tr.pull, same_host=False))
+
+    def over_tcp(*args: Any, options: Any, **more: Any) -> tr.Loaded:
+        return tr.pull(*args, options=replace(options, same_host=False), **more)
+
+    monkeypatch.setattr(weights_module, "pull", over_tcp)
 
 
 def test_a_version_is_whole_and_is_of_the_step_that_was_asked_for(endpoint: Endpoint) -> None:
-    reader = WeightReader(endpoint.url, group=False, timeout=SECONDS)
+    reader = WeightReader(endpoint.url, no_dist=True, timeout=SECONDS)
     first = reader.read(step=1)
     assert first.step == 1 and value_of(first.tensors) == 1
     endpoint.publish({"model": weights(2)}, step=2).result(SECONDS)
@@ -70,7 +74,7 @@ def test_a_version_is_whole_and_is_of_the_step_that_was_asked_for(endpoint: Endp
 
 
 def test_a_version_lets_go_of_what_was_taken(endpoint: Endpoint) -> None:
-    version = WeightReader(endpoint.url, group=False, timeout=SECONDS).read()
+    version = WeightReader(endpoint.url, no_dist=True, timeout=SECONDS).read()
     names = []
     for name, _ in version.take():
         names.append(name)
@@ -79,11 +83,11 @@ def test_a_version_lets_go_of_what_was_taken(endpoint: Endpoint) -> None:
 
 
 def test_a_checkpoint_is_a_source_too(tmp_path: Path) -> None:
-    with tr.Checkpointer(tmp_path, group=False, timeout=SECONDS) as steps:
+    with tr.Checkpointer(tmp_path, no_dist=True, timeout=SECONDS) as steps:
         steps.save(3, {"model": weights(3)})
         steps.save(4, {"model": weights(4)})
-        assert value_of(WeightReader(steps, group=False).read(step=3).tensors) == 3
-    assert value_of(WeightReader(tmp_path, group=False).read().tensors) == 4
+        assert value_of(WeightReader(steps, no_dist=True).read(step=3).tensors) == 3
+    assert value_of(WeightReader(tmp_path, no_dist=True).read().tensors) == 4
 
 
 def test_readers_never_see_two_versions_at_once(endpoint: Endpoint, over_tcp: None) -> None:
@@ -91,7 +95,7 @@ def test_readers_never_see_two_versions_at_once(endpoint: Endpoint, over_tcp: No
     stop, found, faults = threading.Event(), [], []
 
     def read() -> None:
-        reader = WeightReader([endpoint.url], group=False, timeout=SECONDS)
+        reader = WeightReader([endpoint.url], no_dist=True, timeout=SECONDS)
         while not stop.is_set():
             try:
                 version = reader.read()
@@ -118,10 +122,10 @@ def test_damaged_bytes_give_no_version(over_tcp: None) -> None:
     def alter(line: str, body: bytes) -> bytes:
         return bytes([body[0] ^ 1]) + body[1:] if "/volumes/" in line and body else body
 
-    with tr.serve({"model": weights(5)}, step=5, group=False, timeout=SECONDS) as honest:
+    with tr.serve({"model": weights(5)}, step=5, no_dist=True, timeout=SECONDS) as honest:
         with Between(honest.url, alter) as liar:
             with pytest.raises(PeerLostError, match="wrong digest"):
-                WeightReader(liar.url, group=False, timeout=20).read(step=5)
+                WeightReader(liar.url, no_dist=True, timeout=20).read(step=5)
             assert any("/volumes/" in line for line in liar.requests)
 
 
@@ -202,7 +206,7 @@ def test_readers_wait_for_the_version_that_was_announced() -> None:
             found: list[Any] = []
             reading = threading.Thread(
                 target=lambda offer=offer, found=found: found.append(
-                    read_offer(offer, group=False, timeout=SECONDS)
+                    read_offer(offer, no_dist=True, timeout=SECONDS)
                 )
             )
             reading.start()
@@ -222,13 +226,13 @@ def test_an_offer_that_is_not_kept_ends_at_the_deadline() -> None:
             offers.publish(weights(1))
         first = offers.announce()
         with pytest.raises(TransferTimeoutError):
-            read_offer(first, group=False, timeout=1)
+            read_offer(first, no_dist=True, timeout=1)
         offers.announce()
         offers.publish(weights(2))
         with pytest.raises(StepMismatchError, match="version 2"):
-            read_offer(first, group=False, timeout=SECONDS)
+            read_offer(first, no_dist=True, timeout=SECONDS)
         with pytest.raises(EndpointError):
-            read_offer(first._replace(token="another"), group=False, timeout=SECONDS)
+            read_offer(first._replace(token="another"), no_dist=True, timeout=SECONDS)
         assert first.token not in first.url
     finally:
         offers.close()

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import nn
 
 import torchrelay as tr
+from tests.support import flat
 from tests.support.fsdp_job import fsdp_job, train, whole
 from tests.support.ranks import reached, tell
 from torchrelay.keeper.process import KeeperName, ask
@@ -25,7 +26,7 @@ LEASE = 120.0
 def keeper_of(rank: int, job: str, hosts: Iterable[str] | None = None, **more: Any) -> tr.Keeper:
     """A rank's keeper; ranks of a list of hosts are on the host at their place in it."""
     name = job if hosts is None else f"{job}@{list(hosts)[rank]}"
-    return tr.Keeper(name, timeout=TIMEOUT, lease=LEASE, **more)
+    return flat.keeper(name, timeout=TIMEOUT, lease_seconds=LEASE, **more)
 
 
 def train_and_stage(

@@ -62,7 +62,11 @@ def come_back(rank: int, group: Any, job: str, hosts: list[str]) -> Any:
     keeper = keeper_of(rank, job, hosts)
     fresh: dict[str, Any] = {"job": state["job"]}
     got = tr.recover(
-        into=fresh, sources=[keeper], group=dist.group.WORLD, timeout=TIMEOUT, strict=False
+        into=fresh,
+        sources=[keeper],
+        group=dist.group.WORLD,
+        timeout=TIMEOUT,
+        options=tr.options.RecoverOptions(strict=False),
     )
     state["job"]["step"] = got.state["job"]["step"]
     found = whole(state["job"])
@@ -244,12 +248,12 @@ def stage_by_tls(rank: int, group: Any, job: str, key: str, cert: str) -> Any:
     keeper.stage(1, state).result(TIMEOUT)
     wait_for_copies(keeper, 1)
     with pytest.raises(tr.errors.UsageError, match="with TLS: end it first"):
-        tr.Keeper(f"{job}@{'ab'[rank]}", group=False, timeout=TIMEOUT)
+        tr.Keeper(f"{job}@{'ab'[rank]}", no_dist=True, timeout=TIMEOUT)
     strange = access(certfile=cert, keyfile=key)
-    stranger = tr.Keeper(f"{job}@{'ab'[rank]}", group=False, timeout=TIMEOUT, **strange)
+    stranger = tr.Keeper(f"{job}@{'ab'[rank]}", no_dist=True, timeout=TIMEOUT, **strange)
     with pytest.raises(tr.errors.RecoveryError, match="certificate"):
         # It trusts what the system trusts.
-        tr.recover(sources=[stranger], group=False, timeout=TIMEOUT)
+        tr.recover(sources=[stranger], no_dist=True, timeout=TIMEOUT)
     stranger.close()
     dist.barrier()
     keeper.close()

@@ -50,14 +50,14 @@ def strain(pid: int, name: str) -> None:
 
 def test_a_keeper_accepts_again_and_has_its_steps() -> None:
     try:
-        keeper = tr.Keeper(JOB, group=False, timeout=TIMEOUT)
+        keeper = tr.Keeper(JOB, no_dist=True, timeout=TIMEOUT)
         keeper.stage(7, STATE).result(TIMEOUT)
         pid = keeper.pid
         assert pid is not None
         strain(pid, KeeperName.of(JOB).address)
-        with tr.Keeper(JOB, group=False, timeout=10) as again:  # the worker that comes next
+        with tr.Keeper(JOB, no_dist=True, timeout=10) as again:  # the worker that comes next
             assert again.pid == pid
-            got = tr.recover(sources=[again], group=False, timeout=30)
+            got = tr.recover(sources=[again], no_dist=True, timeout=30)
             assert got.step == 7 and torch.equal(got.state["x"], STATE["x"])
         keeper.close()
     finally:
@@ -65,7 +65,7 @@ def test_a_keeper_accepts_again_and_has_its_steps() -> None:
 
 
 def test_an_endpoint_lends_its_memory_again() -> None:
-    with tr.serve(STATE, step=7, group=False, timeout=60) as endpoint:
+    with tr.serve(STATE, step=7, no_dist=True, timeout=60) as endpoint:
         assert tr.pull(endpoint.url, timeout=60).report.route == "mapped"
         host = Host(endpoint.url)
         facts = msgspec.json.decode(host.get("/local.json", seconds=30).body, type=LocalFacts)

@@ -41,7 +41,9 @@ def state_of(value: float, numel: int = 50_000) -> dict[str, Any]:
 @pytest.fixture
 def keeper() -> Iterator[tr.Keeper]:
     """A keeper of its own; tests share its process, which is emptied by what they stage."""
-    keeper = tr.Keeper(JOB, group=False, timeout=TIMEOUT, lease=LEASE)
+    keeper = tr.Keeper(
+        JOB, no_dist=True, timeout=TIMEOUT, options=tr.options.KeeperOptions(lease_seconds=LEASE)
+    )
     yield keeper
     keeper.close()
 
@@ -69,13 +71,13 @@ def test_a_staged_step_comes_back(keeper: tr.Keeper) -> None:
 
 def test_a_checkpointer_stages_with_its_keeper(keeper: tr.Keeper, tmp_path: Path) -> None:
     state = state_of(5)
-    with tr.Checkpointer(tmp_path, group=False, keeper=keeper) as checkpointer:
+    with tr.Checkpointer(tmp_path, no_dist=True, keeper=keeper) as checkpointer:
         checkpointer.save(4, state_of(4))
         checkpointer.stage(5, state).result(TIMEOUT)
         assert checkpointer.steps() == [4]
         assert tr.recover(into=state_of(0), sources=[checkpointer, keeper]).step == 5
     with (
-        tr.Checkpointer(tmp_path, group=False) as alone,
+        tr.Checkpointer(tmp_path, no_dist=True) as alone,
         pytest.raises(tr.errors.UsageError, match="needs a keeper"),
     ):
         alone.stage(6, state)
@@ -85,7 +87,9 @@ def test_a_worker_that_comes_back_finds_its_steps(keeper: tr.Keeper) -> None:
     keeper.stage(11, state_of(11)).result(TIMEOUT)
     pid = keeper.pid
     keeper.close()
-    with tr.Keeper(JOB, group=False, timeout=TIMEOUT, lease=LEASE) as again:
+    with tr.Keeper(
+        JOB, no_dist=True, timeout=TIMEOUT, options=tr.options.KeeperOptions(lease_seconds=LEASE)
+    ) as again:
         assert again.pid == pid
         got = tr.recover(sources=[again])
         assert got.step == 11
@@ -113,7 +117,13 @@ def test_a_job_that_went_back_comes_back_to_what_it_staged_since(keeper: tr.Keep
 def test_who_comes_after_the_end_begins_another() -> None:
     pids = []
     for host in ("127.0.0.1:0", "0.0.0.0:0"):
-        keeper = tr.Keeper(f"{JOB}-e", group=False, address=host, timeout=TIMEOUT, lease=LEASE)
+        keeper = tr.Keeper(
+            f"{JOB}-e",
+            no_dist=True,
+            address=host,
+            timeout=TIMEOUT,
+            options=tr.options.KeeperOptions(lease_seconds=LEASE),
+        )
         pids.append(keeper.pid)
         keeper.end()
     assert pids[0] != pids[1]
@@ -121,7 +131,12 @@ def test_who_comes_after_the_end_begins_another() -> None:
 
 def test_the_budget_is_kept() -> None:
     nbytes = 1 << 20
-    with tr.Keeper(JOB, group=False, timeout=TIMEOUT, lease=LEASE, memory=5 * nbytes) as keeper:
+    with tr.Keeper(
+        JOB,
+        no_dist=True,
+        timeout=TIMEOUT,
+        options=tr.options.KeeperOptions(lease_seconds=LEASE, memory_budget=5 * nbytes),
+    ) as keeper:
         small, large = state_of(1, nbytes // 4), state_of(2, 3 * nbytes // 4)
         keeper.stage(20, small).result(TIMEOUT)
         keeper.stage(21, small).result(TIMEOUT)
@@ -162,7 +177,7 @@ def test_a_reader_keeps_its_step_while_others_are_staged(keeper: tr.Keeper, near
 
 
 def test_a_damaged_step_is_passed_over(keeper: tr.Keeper, tmp_path: Path) -> None:
-    with tr.Checkpointer(tmp_path, group=False) as checkpointer:
+    with tr.Checkpointer(tmp_path, no_dist=True) as checkpointer:
         checkpointer.save(39, state_of(39))
         keeper.stage(40, state_of(40)).result(TIMEOUT)
         slot = _slot_of(keeper, 40)
@@ -199,7 +214,7 @@ def test_a_keeper_that_was_killed_is_started_again(keeper: tr.Keeper) -> None:
 def test_strangers_are_refused(keeper: tr.Keeper) -> None:
     keeper.stage(60, state_of(60)).result(TIMEOUT)
     with pytest.raises(tr.errors.UsageError, match="another token"):
-        tr.Keeper(JOB, group=False, timeout=TIMEOUT, **access(token="not-the-token-of-this-job"))
+        tr.Keeper(JOB, no_dist=True, timeout=TIMEOUT, **access(token="not-the-token-of-this-job"))
     for headers in ({}, {"Authorization": "Bearer wrong"}):
         request = urllib.request.Request(f"{keeper.url}/steps.json", headers=headers)
         with pytest.raises(urllib.error.HTTPError, match="401"):
@@ -207,9 +222,9 @@ def test_strangers_are_refused(keeper: tr.Keeper) -> None:
     with pytest.raises(tr.errors.RecoveryError, match="does not take this token"):
         tr.recover(into=state_of(0), sources=[keeper.url], **access(token="wrong"))
     with pytest.raises(tr.errors.UsageError, match="can be guessed"):
-        tr.Keeper(JOB, group=False, address="0.0.0.0:0", **access(token="short"))
+        tr.Keeper(JOB, no_dist=True, address="0.0.0.0:0", **access(token="short"))
     with pytest.raises(tr.errors.UsageError, match="named by"):
-        tr.Keeper("a/b", group=False)
+        tr.Keeper("a/b", no_dist=True)
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="needs root, to be another user")
@@ -243,14 +258,16 @@ def test_a_name_that_another_user_has_is_not_trusted() -> None:
         assert other.stdin is not None and other.stdout is not None
         other.stdout.readline()
         with pytest.raises(tr.errors.EndpointError, match="taken by user 65534"):
-            tr.Keeper(f"{JOB}-theirs", group=False)
+            tr.Keeper(f"{JOB}-theirs", no_dist=True)
         other.stdin.close()
         other.wait(TIMEOUT)
 
 
 def test_the_lease_ends_it_and_nothing_is_left() -> None:
     name = KeeperName.of(f"{JOB}-lease")
-    keeper = tr.Keeper(name.job, group=False, timeout=TIMEOUT, lease=0.3)
+    keeper = tr.Keeper(
+        name.job, no_dist=True, timeout=TIMEOUT, options=tr.options.KeeperOptions(lease_seconds=0.3)
+    )
     keeper.stage(1, state_of(1)).result(TIMEOUT)
     pid = keeper.pid
     assert pid is not None
@@ -327,7 +344,12 @@ def test_a_keeper_that_hangs_costs_no_more_than_the_timeout(
 
 def test_the_command_leaves_a_keeper_that_runs_as_it_is() -> None:
     job = f"{JOB}-told"
-    with tr.Keeper(job, group=False, memory=8 << 20, lease=LEASE, timeout=TIMEOUT) as keeper:
+    with tr.Keeper(
+        job,
+        no_dist=True,
+        timeout=TIMEOUT,
+        options=tr.options.KeeperOptions(memory_budget=8 << 20, lease_seconds=LEASE),
+    ) as keeper:
         assert command(job, "--lease", "5", "--memory", "2000000").exit_code == 0
         status = keeper.status()
         assert (status["memory"], status["lease"]) == (8 << 20, LEASE)

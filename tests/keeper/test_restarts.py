@@ -70,7 +70,7 @@ def die_in_mid_stage(rank: int, group: Any, job: str) -> None:
         host_slots.stage = half
     try:
         keeper.stage(2, state, timeout=3).result(TIMEOUT)
-    except tr.RelayError:
+    except tr.errors.RelayError:
         reached("failed", hold=True)
 
 

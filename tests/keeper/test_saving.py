@@ -123,9 +123,9 @@ def test_a_worker_killed_while_a_save_is_written_comes_back_to_it(tmp_path: Path
 
 def test_a_keeper_that_is_lost_costs_no_save(tmp_path: Path) -> None:
     """The step is written from memory that this process has too."""
-    keeper = tr.Keeper(JOB, group=False, timeout=TIMEOUT)
+    keeper = tr.Keeper(JOB, no_dist=True, timeout=TIMEOUT)
     state = {"x": torch.arange(100_000.0), "step": 1}
-    with tr.Checkpointer(tmp_path, group=False, keeper=keeper) as checkpointer:
+    with tr.Checkpointer(tmp_path, no_dist=True, keeper=keeper) as checkpointer:
         assert checkpointer.prepare(state) > 0
         pending = checkpointer.save_async(1, state)
         keeper.end()

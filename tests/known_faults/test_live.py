@@ -47,7 +47,7 @@ def passed(rank: int, group: Any, state: object, into: object = None) -> tuple[A
         theirs = stock(group, into).recv_checkpoint(0)
         try:
             ours = tr.Relay(group, timeout=20).recv(0, into=spare).state
-        except tr.RelayError as fault:
+        except tr.errors.RelayError as fault:
             ours = fault
     return theirs, ours
 
@@ -194,7 +194,11 @@ def stale(rank: int, group: Any) -> object:
         with pytest.raises(tr.errors.MismatchError, match=r"'b'.*'c'"):
             relay.recv(0, into=into, step=100)
         got = relay.recv(0, into=into, step=100, strict=False)
-        assert (got.step, got.report.missing, got.report.extra) == (100, ("['b']",), ("['c']",))
+        assert (got.step, got.report.unexpected_keys, got.report.missing_keys) == (
+            100,
+            ("['b']",),
+            ("['c']",),
+        )
         assert into["a"].sum() == 2
     return rank
 

@@ -61,7 +61,7 @@ UNSENT = {"Offer": Offer, "Go": Go, "Confirmed": Confirmed, "Digests": Digests}
 
 def unsent(rank: int, group: Any, name: str) -> Any:
     """There is no memory for one of the sender's messages."""
-    relay = tr.Relay(group, chunk_bytes=CHUNK, timeout=LONG, verify=True)
+    relay = tr.Relay(group, chunk_bytes=CHUNK, timeout=LONG, verify="all")
     live = weights(OLD)
     if rank == 1:
         return received(relay, 0, live, OLD, NEW, LONG), received(relay, 0, live, OLD, 2, LONG)
@@ -126,7 +126,7 @@ def gathered(relay: tr.Relay, live: dict[str, Any], **options: Any) -> Outcome:
 
 def trained_on(rank: int, group: Any, when: str) -> Any:
     """Rank 1 trains on between the selection of boxes and their copy, or before the commit."""
-    relay, mesh = tr.Relay(group, timeout=LONG, verify=True, join_window=3.0), senders()
+    relay, mesh = tr.Relay(group, timeout=LONG, verify="all", join_window=3.0), senders()
     dist.barrier(group)
     if rank == 2:
         live = blank()

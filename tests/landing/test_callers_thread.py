@@ -17,6 +17,7 @@ import pytest
 import torch
 
 import torchrelay as tr
+from tests.support import flat
 from tests.support.interrupts import Interrupt, interrupted, lines_of, raising
 from tests.support.ranks import RankPool
 from tests.support.rounds import rounds
@@ -160,8 +161,8 @@ def test_a_load_runs_the_callers_code_on_its_thread(tmp_path: Path) -> None:
 @pytest.mark.parametrize("same_host", [True, False])
 def test_a_pull_runs_the_callers_code_on_its_thread(same_host: bool) -> None:
     with tr.serve(state_of(2, quiet), step=1, timeout=TIMEOUT) as endpoint:
-        how: Any = {"same_host": same_host, "timeout": TIMEOUT, "group": False}
-        check_here(lambda into: tr.pull(endpoint.url, into=into, **how))
+        how: Any = {"same_host": same_host, "timeout": TIMEOUT, "no_dist": True}
+        check_here(lambda into: flat.pull(endpoint.url, into=into, **how))
 
         def update(into: Any) -> None:
             with tr.subscribe(endpoint.url, into=into, **how) as updates:
@@ -234,7 +235,7 @@ def test_objects_are_of_one_version_wherever_an_interrupt_comes(way: str, tmp_pa
     """At every line of the commit in the library. A load from files may leave tensors half new."""
     Point.during = staticmethod(quiet)  # type: ignore[method-assign]
     state, into = state_of(2, quiet), state_of(1, quiet)
-    how: Any = {"same_host": way == "pull", "group": False, "timeout": TIMEOUT}
+    how: Any = {"same_host": way == "pull", "no_dist": True, "timeout": TIMEOUT}
     with (
         tr.Checkpointer(tmp_path, timeout=TIMEOUT) as there,
         tr.serve(state, step=1, timeout=TIMEOUT) as endpoint,
@@ -249,7 +250,7 @@ def test_objects_are_of_one_version_wherever_an_interrupt_comes(way: str, tmp_pa
             elif way == "recover":
                 tr.recover(sources=[endpoint.url], into=into, timeout=TIMEOUT)
             else:
-                tr.pull(endpoint.url, into=into, **how)
+                flat.pull(endpoint.url, into=into, **how)
 
         lines = lines_of(load, PARTS)
         assert len(lines) > 60

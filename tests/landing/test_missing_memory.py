@@ -21,7 +21,7 @@ from torchrelay.dropin import _torch_records, _torch_wire
 from torchrelay.endpoint.encoding import Encoding
 from torchrelay.errors import MismatchError, RelayError, UnsupportedLeafError
 from torchrelay.plan.snapshot import capture
-from torchrelay.weights.mapping import MappedDestination, ParameterRule, WeightMapping
+from torchrelay.weights import MappedDestination, ParameterRule, WeightMapping
 
 TIMEOUT = 20.0
 FEW, MANY = 10, 1000  # as many are looked at in blocks
@@ -88,12 +88,12 @@ class Holder:
 
 
 def save(state: Any, tmp_path: Path) -> None:
-    with tr.Checkpointer(tmp_path, group=False) as places:
+    with tr.Checkpointer(tmp_path, no_dist=True) as places:
         places.save(1, state)
 
 
 def published(state: Any, tmp_path: Path, **how: Any) -> None:
-    with tr.serve(state, step=1, group=False, **how):
+    with tr.serve(state, step=1, no_dist=True, **how):
         pass
 
 
@@ -134,17 +134,17 @@ def received(state: dict[str, Any], into: dict[str, Any], tmp_path: Path) -> Non
 
 def loaded(state: dict[str, Any], into: dict[str, Any], tmp_path: Path) -> None:
     save(state, tmp_path)
-    with tr.Checkpointer(tmp_path, group=False) as places:
+    with tr.Checkpointer(tmp_path, no_dist=True) as places:
         places.load(into)
 
 
 def pulled(state: dict[str, Any], into: dict[str, Any], tmp_path: Path) -> None:
-    with tr.serve(state, step=1, group=False) as endpoint:
+    with tr.serve(state, step=1, no_dist=True) as endpoint:
         tr.pull(endpoint.url, into=into, timeout=TIMEOUT)
 
 
 def subscribed(state: dict[str, Any], into: dict[str, Any], tmp_path: Path) -> None:
-    with tr.serve(state, step=1, group=False) as endpoint:
+    with tr.serve(state, step=1, no_dist=True) as endpoint:
         with tr.subscribe(endpoint.url, into=into) as follower:
             follower.update(timeout=TIMEOUT)
 
@@ -162,7 +162,7 @@ def given(state: dict[str, Any], into: dict[str, Any], tmp_path: Path) -> None:
     holders = {name: Holder(one) for name, one in into.items()}
     sent = {name: Holder(one) for name, one in state.items()}
     save(sent, tmp_path)
-    with tr.Checkpointer(tmp_path, group=False) as places:
+    with tr.Checkpointer(tmp_path, no_dist=True) as places:
         places.load(holders)
 
 
@@ -206,9 +206,9 @@ def test_a_zero_tensor_is_sent_as_zeros(kind: str, count: int, tmp_path: Path) -
     state, name = among(count, zero), f"t{count // 2}"
     live: Any = trip(state).state
     save(state, tmp_path)
-    with tr.Checkpointer(tmp_path, group=False) as places:
+    with tr.Checkpointer(tmp_path, no_dist=True) as places:
         kept = places.load().state
-    with tr.serve(state, step=1, group=False) as endpoint:
+    with tr.serve(state, step=1, no_dist=True) as endpoint:
         pulled = tr.pull(endpoint.url, timeout=TIMEOUT).state
     into = {key: torch.full(tuple(one.shape), 7, dtype=one.dtype) for key, one in state.items()}
     filled: Any = trip(state, into=into).state
@@ -233,7 +233,7 @@ def test_a_zero_tensor_is_kept_as_zeros_by_other_ways(way: str, tmp_path: Path) 
         export_hf(state, tmp_path / "model", TIMEOUT)
         got = load_file(tmp_path / "model" / "model.safetensors")
     else:
-        with tr.serve(state, step=1, group=False, encoding=Encoding(torch.bfloat16)) as endpoint:
+        with tr.serve(state, step=1, no_dist=True, encoding=Encoding(torch.bfloat16)) as endpoint:
             got = tr.pull(endpoint.url, timeout=TIMEOUT).state
     assert got["z"].shape == (3,) and not got["z"].any()
 

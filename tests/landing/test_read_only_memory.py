@@ -71,7 +71,13 @@ def test_by_load(tmp_path: Path, atomic: bool) -> None:
 def test_by_pull_and_subscription(tmp_path: Path, same_host: bool) -> None:
     with tr.serve(state(), step=1, timeout=60) as endpoint:
         refused(
-            lambda into: tr.pull(endpoint.url, into=into, same_host=same_host, timeout=60), tmp_path
+            lambda into: tr.pull(
+                endpoint.url,
+                into=into,
+                timeout=60,
+                options=tr.options.PullOptions(same_host=same_host),
+            ),
+            tmp_path,
         )
         if not same_host:
             return

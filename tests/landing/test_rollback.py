@@ -86,7 +86,7 @@ def test_a_rollback_to_a_step_that_does_not_hold_is_refused(tmp_path: Path) -> N
         with pytest.raises(tr.errors.DamagedError, match="step 1"):
             held.rollback(1)
         assert held.steps() == [1, 2]
-    with tr.Checkpointer(tmp_path, read_only=True) as held:
+    with tr.Checkpointer(tmp_path, options=tr.options.CheckpointerOptions(read_only=True)) as held:
         with pytest.raises(tr.errors.UsageError, match="read-only"):
             held.rollback(1)
 

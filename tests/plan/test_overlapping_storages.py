@@ -81,7 +81,7 @@ def lived(state: State, into: State | None, folder: Path) -> State:
 
 
 def kept(state: State, into: State | None, folder: Path) -> State:
-    with tr.Checkpointer(str(folder), group=False, timeout=20) as checkpoints:
+    with tr.Checkpointer(str(folder), no_dist=True, timeout=20) as checkpoints:
         checkpoints.save(1, state)
         got: State = checkpoints.load(into=into).state
     return got

@@ -370,7 +370,7 @@ def of_another_version(rank: int, group: Any, older: int) -> tuple[str, str]:
     with pytest.MonkeyPatch.context() as patch:
         if rank == older:
             patch.setattr(handshake, "VERSION", handshake.VERSION - 1)
-        with tr.Relay(group, timeout=20) as relay, pytest.raises(tr.RelayError) as fault:
+        with tr.Relay(group, timeout=20) as relay, pytest.raises(tr.errors.RelayError) as fault:
             if rank == 0:
                 relay.send({"w": torch.zeros(3)}, 1, timeout=0.3)  # nobody will come
             else:

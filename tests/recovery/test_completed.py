@@ -32,7 +32,7 @@ def blank() -> dict[str, Any]:
 
 
 def saved(root: Path, step: int = 5) -> Path:
-    with tr.Checkpointer(root, group=False) as there:
+    with tr.Checkpointer(root, no_dist=True) as there:
         there.save(step, state())
     (file,) = (root / f"step-{step}").glob("*.safetensors")
     return file
@@ -52,7 +52,10 @@ def test_damaged_chunks_come_from_another_place(tmp_path: Path, atomic: bool) ->
     flip(second, size - 5)
     into = blank()
     got = tr.recover(
-        into=into, sources=[first.parents[1], second.parents[1]], atomic=atomic, timeout=60
+        into=into,
+        sources=[first.parents[1], second.parents[1]],
+        timeout=60,
+        options=tr.options.RecoverOptions(atomic=atomic),
     )
     check(into)
     one, other = str(first.parents[1]), str(second.parents[1])
@@ -92,7 +95,7 @@ def test_damage_in_both_places_is_no_state(tmp_path: Path) -> None:
 def test_other_bytes_of_the_same_step_are_not_mixed_in(tmp_path: Path) -> None:
     first = saved(tmp_path / "first")
     flip(first, first.stat().st_size // 2)
-    with tr.Checkpointer(tmp_path / "other", group=False) as there:
+    with tr.Checkpointer(tmp_path / "other", no_dist=True) as there:
         there.save(5, state(seed=9))
     into = blank()
     got = tr.recover(into=into, sources=[first.parents[1], tmp_path / "other"], timeout=60)
@@ -124,7 +127,7 @@ class FarEndpoint:
 
 def test_a_source_is_listed_once_and_its_step_opened_once(tmp_path: Path) -> None:
     disk = saved(tmp_path / "disk").parents[1]
-    with tr.serve(state(), step=5, group=False, timeout=60) as endpoint:
+    with tr.serve(state(), step=5, no_dist=True, timeout=60) as endpoint:
         far = FarEndpoint(endpoint)
         into = blank()
         got = tr.recover(into=into, sources=[disk, far], timeout=60)
@@ -137,7 +140,7 @@ def test_an_endpoint_that_dies_half_way_is_completed_from_disk(
 ) -> None:
     monkeypatch.setattr(reading, "TASK_BYTES", 1 << 20)  # as many requests as a large state has
     disk = saved(tmp_path / "disk").parents[1]
-    endpoint = tr.serve(state(), step=5, group=False, timeout=60)
+    endpoint = tr.serve(state(), step=5, no_dist=True, timeout=60)
     far = FarEndpoint(endpoint)
     killed: list[int] = []
 
@@ -147,7 +150,12 @@ def test_an_endpoint_that_dies_half_way_is_completed_from_disk(
             os.kill(far.pid, signal.SIGKILL)
 
     into = blank()
-    got = tr.recover(into=into, sources=[far, disk], timeout=60, progress=watch)
+    got = tr.recover(
+        into=into,
+        sources=[far, disk],
+        timeout=60,
+        options=tr.options.RecoverOptions(progress=watch),
+    )
     check(into)
     assert killed and got.report.source == far.name
     assert set(got.report.sources) == {far.name, str(disk)}

@@ -21,12 +21,12 @@ from tests.support.ranks import RankPool
 TOKEN = "correct-horse-battery-staple"
 
 
-def why_not(**options: Any) -> tr.RelayError:
+def why_not(**options: Any) -> tr.errors.RelayError:
     """The error of a recovery that is not a first start."""
     before = Job().model.state_dict()
     job = Job()
-    with pytest.raises(tr.RelayError) as caught:
-        tr.recover(into=job.state(), group=False, timeout=20, **options)
+    with pytest.raises(tr.errors.RelayError) as caught:
+        tr.recover(into=job.state(), no_dist=True, timeout=20, **options)
     after = job.model.state_dict()
     assert all(torch.equal(value, after[name]) for name, value in before.items())
     return caught.value
@@ -37,11 +37,11 @@ def test_sources_that_are_empty_are_a_first_start(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     try:
         with (
-            tr.Checkpointer(tmp_path / "run", group=False) as checkpointer,
-            tr.Keeper(job, group=False, timeout=60) as keeper,
+            tr.Checkpointer(tmp_path / "run", no_dist=True) as checkpointer,
+            tr.Keeper(job, no_dist=True, timeout=60) as keeper,
         ):
             sources = [keeper, checkpointer, tmp_path / "empty"]
-            options: Any = {"sources": sources, "group": False, "timeout": 60}
+            options: Any = {"sources": sources, "no_dist": True, "timeout": 60}
             assert tr.recover(into=Job().state(), **options) is None
             with pytest.raises(tr.errors.RecoveryError) as caught:  # the caller knows of a step
                 tr.recover(into=Job().state(), min_step=1, **options)
@@ -72,7 +72,7 @@ def test_an_endpoint_that_does_not_answer_is_no_first_start(tmp_path: Path) -> N
 
 
 def test_a_wrong_token_is_no_first_start() -> None:
-    with tr.serve(Job().state(), step=1, group=False, timeout=60, **access(token=TOKEN)) as made:
+    with tr.serve(Job().state(), step=1, no_dist=True, timeout=60, **access(token=TOKEN)) as made:
         assert "token" in str(why_not(sources=[made.url], **access(token="another-" + TOKEN)))
 
 
@@ -93,7 +93,7 @@ def start_together(rank: int, group: Any, root: str) -> tuple[str, str]:
             try:
                 got = tr.recover(into=Job().state(), sources=sources, group=group, timeout=60)
                 found.append("a first start" if got is None else f"step {got.step}")
-            except tr.RelayError as fault:
+            except tr.errors.RelayError as fault:
                 found.append(type(fault).__name__)
             if rank == 1 and len(found) == 1:
                 saved(mine, Job())

@@ -50,7 +50,7 @@ def survivor_and_replacement(
         disk = Path(root) / "disk"
         saved(disk, job)
         damage(disk, 5)
-        keeper = tr.Keeper(name, group=False, timeout=TIMEOUT)
+        keeper = tr.Keeper(name, no_dist=True, timeout=TIMEOUT)
         keeper.stage(5, job.state()).result(TIMEOUT)
         damage_memory(keeper.pid, job.model[0].weight)
         dist.barrier(group)
@@ -59,14 +59,14 @@ def survivor_and_replacement(
             nobody = f"http://127.0.0.1:{held.getsockname()[1]}"
             sources = [disk, keeper, nobody, relay.peer(0)]
             again = Job()
-            got = tr.recover(into=again.state(), sources=sources, group=False, timeout=TIMEOUT)
+            got = tr.recover(into=again.state(), sources=sources, no_dist=True, timeout=TIMEOUT)
             assert got.step == 4 and got.report.source == "rank 0"
             again.take(got)
             losses = again.train(3)
             before = [value.clone() for value in again.model.state_dict().values()]
             try:
                 tr.recover(
-                    into=again.state(), sources=sources, min_step=5, group=False, timeout=TIMEOUT
+                    into=again.state(), sources=sources, min_step=5, no_dist=True, timeout=TIMEOUT
                 )
             except tr.errors.RecoveryError as nothing:
                 refused = nothing.message

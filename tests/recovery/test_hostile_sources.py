@@ -51,13 +51,13 @@ def test_numbers_out_of_range_are_refused_and_the_honest_source_is_used(
     job = Job()
     job.train(1)
     saved(tmp_path, job)
-    with answering(lists(body)) as liar, tr.serve(job.state(), step=1, group=False) as good:
-        got = tr.recover(into=Job().state(), sources=[liar, tmp_path], group=False, timeout=20)
+    with answering(lists(body)) as liar, tr.serve(job.state(), step=1, no_dist=True) as good:
+        got = tr.recover(into=Job().state(), sources=[liar, tmp_path], no_dist=True, timeout=20)
         assert got.step == 1 and got.report.source == str(tmp_path)
-        pulled = tr.pull([liar, good.url], group=False, timeout=20)
+        pulled = tr.pull([liar, good.url], no_dist=True, timeout=20)
         assert pulled.step == 1 and liar in pulled.report.failed
-        with pytest.raises(tr.RelayError):
-            tr.pull(liar, group=False, timeout=5)
+        with pytest.raises(tr.errors.RelayError):
+            tr.pull(liar, no_dist=True, timeout=5)
 
 
 class Dripping(StoreSource):
@@ -82,7 +82,7 @@ def test_a_source_that_drips_is_dropped_with_all_its_steps(tmp_path: Path) -> No
         job.train(1)
         saved(tmp_path / "slow", job)
     slow = Dripping(tmp_path / "slow")
-    got = tr.recover(into=Job().state(), sources=[slow, tmp_path / "good"], group=False, timeout=4)
+    got = tr.recover(into=Job().state(), sources=[slow, tmp_path / "good"], no_dist=True, timeout=4)
     assert got.step == 0 and slow.opened == 1
     assert "no time is left" in str(got.report)
 
@@ -90,13 +90,13 @@ def test_a_source_that_drips_is_dropped_with_all_its_steps(tmp_path: Path) -> No
 def test_a_mismatch_names_the_source_and_the_step(tmp_path: Path) -> None:
     saved(tmp_path, Job())
     with pytest.raises(tr.errors.MismatchError) as caught:
-        tr.recover(into={"model": nn.Linear(8, 4)}, sources=[tmp_path], group=False, timeout=60)
+        tr.recover(into={"model": nn.Linear(8, 4)}, sources=[tmp_path], no_dist=True, timeout=60)
     assert str(tmp_path) in str(caught.value) and caught.value.step == 0
 
 
 def test_a_source_that_does_not_fit_is_skipped_where_another_fits(tmp_path: Path) -> None:
     """A newer step of another model is no reason to fail; it is named in a warning."""
-    with tr.Checkpointer(tmp_path / "other", group=False) as there:
+    with tr.Checkpointer(tmp_path / "other", no_dist=True) as there:
         for step in (50, 60):
             there.save(step, {"model": nn.Linear(3, 3).state_dict(), "step": step})
     job = Job()
@@ -105,22 +105,22 @@ def test_a_source_that_does_not_fit_is_skipped_where_another_fits(tmp_path: Path
     again = Job()
     with pytest.warns(RuntimeWarning, match="other.*does not fit"):
         sources = [tmp_path / "other", tmp_path / "run"]
-        got = tr.recover(into=again.state(), sources=sources, group=False, timeout=60)
+        got = tr.recover(into=again.state(), sources=sources, no_dist=True, timeout=60)
     assert got.step == 2 and got.report.source == str(tmp_path / "run")
     assert "does not fit" in str(got.report)
     with warnings.catch_warnings(), pytest.raises(tr.errors.MismatchError, match="other"):
         warnings.simplefilter("ignore")
-        tr.recover(into=again.state(), sources=[tmp_path / "other"], group=False, timeout=60)
+        tr.recover(into=again.state(), sources=[tmp_path / "other"], no_dist=True, timeout=60)
 
 
 def test_older_steps_of_a_source_that_does_not_fit_are_not_taken(tmp_path: Path) -> None:
     """The run has changed its model since: that is a mistake to be told, not to be undone."""
     saved(tmp_path, Job())
-    with tr.Checkpointer(tmp_path, group=False) as there:
+    with tr.Checkpointer(tmp_path, no_dist=True) as there:
         there.save(9, {"model": nn.Linear(3, 3).state_dict(), "step": 9})
     with warnings.catch_warnings(), pytest.raises(tr.errors.MismatchError) as caught:
         warnings.simplefilter("ignore")
-        tr.recover(into=Job().state(), sources=[tmp_path], group=False, timeout=60)
+        tr.recover(into=Job().state(), sources=[tmp_path], no_dist=True, timeout=60)
     assert caught.value.step == 9
 
 
@@ -128,10 +128,10 @@ def test_a_source_that_fits_but_is_damaged_does_not_hide_the_mismatch(tmp_path: 
     job = Job()
     saved(tmp_path / "run", job)
     damage(tmp_path / "run", 0)
-    with tr.Checkpointer(tmp_path / "other", group=False) as there:
+    with tr.Checkpointer(tmp_path / "other", no_dist=True) as there:
         there.save(9, {"model": {"w": torch.ones(3)}, "step": 9})
-    with warnings.catch_warnings(), pytest.raises(tr.RelayError) as caught:
+    with warnings.catch_warnings(), pytest.raises(tr.errors.RelayError) as caught:
         warnings.simplefilter("ignore")
         sources = [tmp_path / "other", tmp_path / "run"]
-        tr.recover(into=Job().state(), sources=sources, group=False, timeout=60)
+        tr.recover(into=Job().state(), sources=sources, no_dist=True, timeout=60)
     assert "other" in str(caught.value)

@@ -23,7 +23,7 @@ def resume(checkpointer: tr.Checkpointer, group: Any) -> tuple[str, int]:
     state: dict[str, Any] = {"w": torch.zeros(4), "step": 0}
     try:
         got = tr.recover(into=state, sources=[checkpointer], group=group, timeout=PATIENCE)
-    except tr.RelayError as fault:
+    except tr.errors.RelayError as fault:
         assert state["step"] == 0 and not state["w"].any()
         return type(fault).__name__, 0
     return "" if got is not None else "a first start", state["step"]

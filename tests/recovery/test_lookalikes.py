@@ -18,7 +18,7 @@ from tests.support.s3 import S3
 def reason(place: str | Path | tr.Checkpointer) -> str:
     """Why nothing is recovered from a place that is not empty."""
     with pytest.raises(tr.errors.RecoveryError) as caught:
-        tr.recover(into=Job().state(), sources=[place], group=False, timeout=20)
+        tr.recover(into=Job().state(), sources=[place], no_dist=True, timeout=20)
     return str(caught.value)
 
 
@@ -122,13 +122,17 @@ def test_a_directory_that_holds_steps_is_no_first_start(
     if named:
         assert text in reason(place)
     else:
-        with tr.Checkpointer(place, group=False, read_only=True) as there:
+        with tr.Checkpointer(
+            place, no_dist=True, options=tr.options.CheckpointerOptions(read_only=True)
+        ) as there:
             assert text in reason(there)
 
 
 def first_start(place: str | Path) -> bool:
-    got = tr.recover(into=Job().state(), sources=[place], group=False, timeout=20)
-    with tr.Checkpointer(place, group=False, read_only=True) as there:
+    got = tr.recover(into=Job().state(), sources=[place], no_dist=True, timeout=20)
+    with tr.Checkpointer(
+        place, no_dist=True, options=tr.options.CheckpointerOptions(read_only=True)
+    ) as there:
         return got is None and there.restore(Job().state()) is None
 
 
@@ -149,7 +153,7 @@ def test_what_is_no_step_does_not_end_a_first_start(tmp_path: Path) -> None:
 
 
 def test_a_bucket_that_holds_steps_is_no_first_start(s3: S3, tmp_path: Path) -> None:
-    with tr.Checkpointer(s3.url("runs/a"), group=False) as there:
+    with tr.Checkpointer(s3.url("runs/a"), no_dist=True) as there:
         there.save(3, {"w": torch.ones(3)})
     assert f"did you mean {s3.url('runs/a')}?" in reason(s3.url("runs/a/step-3"))
     assert f"did you mean {s3.url('runs/a')}?" in reason(s3.url("runs"))

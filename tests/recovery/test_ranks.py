@@ -152,7 +152,11 @@ def heal(rank: int, group: Any) -> list[float]:
             job = ShardedJob(mesh_of_two)
             source = EndpointSource(endpoint.url, same_host=False)
             got = tr.recover(
-                into=job.state(), sources=[source], group=two, reshare=True, timeout=60
+                into=job.state(),
+                sources=[source],
+                group=two,
+                timeout=60,
+                options=tr.options.RecoverOptions(reshare=True),
             )
             job.take(got)
             assert got.step == 3 and job.train(3) == losses

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 import torchrelay as tr
+from tests.support import flat
 from tests.support.forge import flip
 from torchrelay.endpoint.reshare.seed import Seed
 from torchrelay.record.encoding import decode_at_rest, encode_at_rest
@@ -60,7 +61,7 @@ def nobody() -> Iterator[str]:
 
 
 def saved(root: Path, job: Job) -> None:
-    with tr.Checkpointer(root, group=False) as there:
+    with tr.Checkpointer(root, no_dist=True) as there:
         there.save(job.step, job.state())
 
 
@@ -76,7 +77,7 @@ def test_damage_and_distance_are_passed_over_and_explained(tmp_path: Path, nobod
     job.train(3)
     saved(tmp_path / "disk", job)
     job.train(1)
-    with tr.serve(job.state(), step=4, group=False, timeout=60) as peer:
+    with tr.serve(job.state(), step=4, no_dist=True, timeout=60) as peer:
         job.train(1)
         for name in ("disk", "buddy"):
             saved(tmp_path / name, job)
@@ -118,7 +119,7 @@ def test_an_older_step_of_a_damaged_place_is_taken(tmp_path: Path) -> None:
         job.train(1)
         saved(tmp_path, job)
     damage(tmp_path, 2)
-    with tr.Checkpointer(tmp_path, group=False) as there:
+    with tr.Checkpointer(tmp_path, no_dist=True) as there:
         got = tr.recover(into=Job().state(), sources=[there], timeout=60)
     assert got.step == 1
     assert "step 2 was passed over" in str(got.report)
@@ -127,7 +128,7 @@ def test_an_older_step_of_a_damaged_place_is_taken(tmp_path: Path) -> None:
 def test_memory_is_nearer_than_a_disk(tmp_path: Path) -> None:
     job = Job()
     saved(tmp_path, job)
-    with tr.serve(job.state(), step=0, group=False, timeout=60) as peer:
+    with tr.serve(job.state(), step=0, no_dist=True, timeout=60) as peer:
         got = tr.recover(sources=[tmp_path, peer.url], timeout=60)
     assert got.report.source == peer.url
     assert "another source is nearer" in str(got.report)
@@ -148,13 +149,20 @@ def test_a_lower_step_that_is_fresh_is_taken(tmp_path: Path) -> None:
         job.train(1)
     for step in (4, 3, 2, 0):
         make_old(tmp_path, step)
-    got = tr.recover(into=Job().state(), sources=[tmp_path], max_age=600, timeout=60)
+    got = tr.recover(
+        into=Job().state(),
+        sources=[tmp_path],
+        timeout=60,
+        options=tr.options.RecoverOptions(max_age_seconds=600),
+    )
     assert got.step == 1
     text = str(got.report)
     assert "step 4 was passed over" in text and "2 other steps are too old" in text, text
     make_old(tmp_path, 1)
     with pytest.raises(tr.errors.RecoveryError, match="4 other steps are too old"):
-        tr.recover(sources=[tmp_path], max_age=600, timeout=60)
+        tr.recover(
+            sources=[tmp_path], timeout=60, options=tr.options.RecoverOptions(max_age_seconds=600)
+        )
 
 
 def test_what_is_too_old_is_not_taken(tmp_path: Path) -> None:
@@ -162,7 +170,9 @@ def test_what_is_too_old_is_not_taken(tmp_path: Path) -> None:
     saved(tmp_path, job)
     make_old(tmp_path, 0)
     with pytest.raises(tr.errors.RecoveryError, match="max_age is 60 s"):
-        tr.recover(sources=[tmp_path], max_age=60, timeout=60)
+        tr.recover(
+            sources=[tmp_path], timeout=60, options=tr.options.RecoverOptions(max_age_seconds=60)
+        )
     assert tr.recover(sources=[tmp_path], timeout=60).step == 0
 
 
@@ -184,7 +194,7 @@ def test_a_state_that_does_not_fit_is_no_reason_to_go_back(tmp_path: Path) -> No
 )
 def test_bad_arguments_are_refused(wrong: dict[str, Any]) -> None:
     with pytest.raises(tr.errors.UsageError):
-        tr.recover(**wrong)
+        flat.recover(**wrong)
 
 
 def test_parts_of_a_state_are_recovered(tmp_path: Path) -> None:
@@ -216,7 +226,12 @@ def test_new_tensors_keep_the_memory_that_was_served_to_other_ranks(
     state = {"w": torch.randn(2000, 1000), "step": 4}
     with tr.serve(state, step=4, timeout=60) as endpoint:
         source = EndpointSource(endpoint.url, same_host=False)
-        got = tr.recover(sources=[source], group=False, reshare=True, timeout=60)
+        got = tr.recover(
+            sources=[source],
+            no_dist=True,
+            timeout=60,
+            options=tr.options.RecoverOptions(reshare=True),
+        )
     assert lent == [state["w"].nbytes] and got.step == 4
     assert torch.equal(got.state["w"], state["w"])
     got.state["w"].add_(1)  # the seed is closed: the memory is the tensor's

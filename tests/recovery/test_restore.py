@@ -24,7 +24,7 @@ LOOKS = 5
 
 def test_none_at_the_first_start_then_the_newest_step(tmp_path: Path) -> None:
     state: dict[str, Any] = {"w": torch.zeros(4), "step": 0, "list": [1, {"a": 2}]}
-    with tr.Checkpointer(tmp_path, group=False) as ckpt:
+    with tr.Checkpointer(tmp_path, no_dist=True) as ckpt:
         assert ckpt.restore(state) is None
         assert state["step"] == 0 and not state["w"].any()
         for step in (1, 2):
@@ -32,7 +32,7 @@ def test_none_at_the_first_start_then_the_newest_step(tmp_path: Path) -> None:
                 step, {"w": torch.full((4,), float(step)), "step": step, "list": [step, {"a": 5}]}
             )
     before = state["w"]
-    with tr.Checkpointer(tmp_path, group=False) as ckpt:
+    with tr.Checkpointer(tmp_path, no_dist=True) as ckpt:
         assert ckpt.restore(state) == 2
     assert state["w"] is before and before.eq(2).all()
     assert (state["step"], state["list"]) == (2, [2, {"a": 5}])
@@ -44,7 +44,7 @@ def test_a_damaged_step_is_skipped_and_damage_of_all_is_no_first_start(tmp_path:
         job.train(1)
         saved(tmp_path, job)
     damage(tmp_path, 2)
-    with tr.Checkpointer(tmp_path, group=False) as ckpt:
+    with tr.Checkpointer(tmp_path, no_dist=True) as ckpt:
         with pytest.warns(RuntimeWarning, match="step 2"):
             assert ckpt.restore(Job().state()) == 1
         damage(tmp_path, 1)
@@ -62,14 +62,18 @@ def test_a_damaged_step_is_skipped_and_damage_of_all_is_no_first_start(tmp_path:
 def test_what_looks_like_a_step_is_no_first_start(tmp_path: Path) -> None:
     saved(tmp_path, Job())
     with (
-        tr.Checkpointer(tmp_path / "step-0", group=False, read_only=True) as ckpt,
+        tr.Checkpointer(
+            tmp_path / "step-0",
+            no_dist=True,
+            options=tr.options.CheckpointerOptions(read_only=True),
+        ) as ckpt,
         pytest.raises(tr.errors.RecoveryError, match="did you mean"),
     ):
         ckpt.restore(Job().state())
 
 
 def test_a_part_of_a_state(tmp_path: Path) -> None:
-    with tr.Checkpointer(tmp_path, group=False) as ckpt:
+    with tr.Checkpointer(tmp_path, no_dist=True) as ckpt:
         ckpt.save(1, {"model": {"w": torch.ones(2), "b": torch.ones(2)}})
         into = {"w": torch.zeros(2), "b": torch.zeros(2)}
         assert ckpt.restore(into, key="model", include="w") == 1

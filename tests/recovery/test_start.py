@@ -26,7 +26,7 @@ assert not set(SLOW) & set(sys.modules), "torch has imported them itself"
 tr.Keeper, tr.pull, tr.Relay
 state = {"model": torch.nn.Linear(2, 2), "step": 0}
 got = tr.recover(into=state, sources=[sys.argv[1]])
-tr.Checkpointer(sys.argv[1], group=False).save(8, state)
+tr.Checkpointer(sys.argv[1], no_dist=True).save(8, state)
 print(got.state["step"], sorted(set(SLOW) & set(sys.modules)))
 torch.distributed.init_process_group(
     "gloo", store=torch.distributed.HashStore(), rank=0, world_size=1
@@ -38,7 +38,7 @@ print(type(part).__name__, part.placements, part._local_tensor.tolist())
 
 
 def test_dtensors_are_imported_where_there_are_some(tmp_path: Path) -> None:
-    with tr.Checkpointer(tmp_path / "run", group=False) as checkpointer:
+    with tr.Checkpointer(tmp_path / "run", no_dist=True) as checkpointer:
         checkpointer.save(7, {"model": torch.nn.Linear(2, 2), "step": 7})
     mesh = described_mesh(Mesh("cpu", (1,), (0,), None), 0)
     meta = TensorMeta(torch.Size([2]), (1,), torch.float32)

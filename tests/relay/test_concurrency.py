@@ -72,7 +72,7 @@ def nobody_has_it(rank: int, group: Any) -> float:
                 relay.send({"w": step}, 1, step=step)
             else:
                 relay.recv(0, step=step + 10)
-        except tr.RelayError as fault:
+        except tr.errors.RelayError as fault:
             faults.append(type(fault))
 
     threads = [threading.Thread(target=one, args=(step,)) for step in (1, 2)]

@@ -85,7 +85,7 @@ def check_three(results: list[Any], nbytes: int, way: str) -> None:
         assert theirs.source == 0 and theirs.receivers == ()
         assert theirs.route == route_of(way) and theirs.verified == (way in VERIFIED)
         assert theirs.bytes == report.bytes <= theirs.traffic.bytes <= 1.1 * report.bytes
-        assert theirs.missing == theirs.extra == ()
+        assert theirs.unexpected_keys == theirs.missing_keys == ()
         assert progress[-1].done == progress[-1].total
         assert {"call", "join", "data", "commit"} <= set(theirs.seconds)
 
@@ -122,7 +122,11 @@ def not_strict(rank: int, group: Any) -> Any:
     }[rank]
     report = relay.recv(0, into=into, strict=False).report
     kept = "mine" not in into or bool((into["mine"] == 7).all())
-    return report.missing, report.extra, kept and ("a" not in into or bool(into["a"].all()))
+    return (
+        report.unexpected_keys,
+        report.missing_keys,
+        kept and ("a" not in into or bool(into["a"].all())),
+    )
 
 
 def test_each_receiver_reports_what_it_lacks_and_has_besides(pool4):

@@ -18,7 +18,7 @@ from tests.support.s3 import BUCKET, S3
 from tests.support.saved import equal, state
 from torchrelay.dcp import Reader, Writer
 from torchrelay.deadlines import Deadline
-from torchrelay.dropin.convert import convert
+from torchrelay.dropin.conversion import convert
 from torchrelay.stores.locate import open_store
 
 # Places ----------------------------------------------------------------------
@@ -76,7 +76,9 @@ def test_the_home_directory_is_expanded(tmp_path: Path, monkeypatch: pytest.Monk
 
 def uses(root: str | Path, timeout: float = 6) -> dict[str, Callable[[], object]]:
     def reader() -> tr.Checkpointer:
-        return tr.Checkpointer(root, read_only=True, timeout=timeout)
+        return tr.Checkpointer(
+            root, timeout=timeout, options=tr.options.CheckpointerOptions(read_only=True)
+        )
 
     return {
         "make": lambda: tr.Checkpointer(root, timeout=timeout),
@@ -93,7 +95,7 @@ def test_a_root_that_is_a_file_is_told_in_words(tmp_path: Path, what: str) -> No
     (tmp_path / "root").write_text("text")
     root = tmp_path / "root" if what == "file" else tmp_path / "root" / "below"
     for name, use in uses(root).items():
-        with pytest.raises(tr.RelayError, match="root"):
+        with pytest.raises(tr.errors.RelayError, match="root"):
             use()
             pytest.fail(name)
 

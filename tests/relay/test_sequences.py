@@ -79,7 +79,7 @@ def ends_with(call: Callable[..., Any], *args: Any, **options: Any) -> str:
     """The name of what a call raises, or "fine"."""
     try:
         call(*args, **options)
-    except (tr.RelayError, RuntimeError, Interrupt) as fault:
+    except (tr.errors.RelayError, RuntimeError, Interrupt) as fault:
         return type(fault).__name__
     return "fine"
 
@@ -450,7 +450,7 @@ def changed_while_sent(rank: int, group: Any, way: str) -> Any:
     """The sender's memory changes after it was hashed and before it has left. On route tcp each
     piece is hashed before it leaves; where the receiver reads, it waits until all are hashed."""
     threads = Threads()
-    relay = tr.Relay(group, chunk_bytes=1 << 20, timeout=LONG, verify=True, connections=2)
+    relay = tr.Relay(group, chunk_bytes=1 << 20, timeout=LONG, verify="all", connections=2)
     size, chunks = 16 << 20, 16
     store = group.get_group_store()
     if rank == 1:
@@ -555,7 +555,7 @@ def test_a_state_that_is_trained_on_while_it_is_sent_is_an_error(pool2, way, ato
 
 
 def corrupted(rank: int, group: Any, way: str, bad: list[int], atomic: bool) -> Any:
-    relay = tr.Relay(group, chunk_bytes=CHUNK, timeout=LONG, verify=True)
+    relay = tr.Relay(group, chunk_bytes=CHUNK, timeout=LONG, verify="all")
     if rank == 0:
         return sent(relay, 1, 1, LONG)
     places: dict[str, tuple[Any, str]] = {

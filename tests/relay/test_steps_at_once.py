@@ -83,7 +83,7 @@ def late_with_another_step(rank: int, group: Any) -> Any:
             store.get("ended")
             relay.recv(0, step=6)
         return "nothing was refused"
-    except tr.RelayError as fault:
+    except tr.errors.RelayError as fault:
         return type(fault).__name__
     finally:
         if rank == 2:

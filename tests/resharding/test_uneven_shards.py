@@ -23,7 +23,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 import torchrelay as tr
 from torchrelay import dropin
 from torchrelay.dcp import Reader, Writer
-from torchrelay.endpoint import Encoding
+from torchrelay.weights import Encoding
 
 SECONDS = 60.0
 SIX, TWO = list(range(6)), [6, 7]
@@ -178,10 +178,16 @@ def served(rank: int, group: Any) -> list[str]:
     dist.broadcast_object_list(urls, src=0)
     wrong = []
     into = job.state(0)
-    got = tr.pull(str(urls[0]), into=into, group=job.group, same_host=False, timeout=SECONDS)
+    got = tr.pull(
+        str(urls[0]),
+        into=into,
+        group=job.group,
+        timeout=SECONDS,
+        options=tr.options.PullOptions(same_host=False),
+    )
     assert got.step == 1
     wrong += job.wrong(into, 1)
-    found = tr.pull(str(urls[0]), group=False, timeout=SECONDS).state
+    found = tr.pull(str(urls[0]), no_dist=True, timeout=SECONDS).state
     wrong += [f"whole {name}" for name in SHAPES if not torch.equal(found[name], whole(name, 1))]
     dist.barrier()
     with tr.subscribe(str(urls[0]), into=into, group=job.group, timeout=SECONDS) as following:
@@ -264,7 +270,12 @@ def several_boxes(rank: int, group: Any, root: str) -> list[str]:
         there.load(into=into)
         check("loaded", into, 1)
     with tr.serve(fused(mesh, 3), step=3, timeout=SECONDS) as endpoint:
-        tr.pull(endpoint.url, into=into, timeout=SECONDS, same_host=False)
+        tr.pull(
+            endpoint.url,
+            into=into,
+            timeout=SECONDS,
+            options=tr.options.PullOptions(same_host=False),
+        )
         check("pulled", into, 3)
         with tr.subscribe(endpoint.url, into=into, timeout=SECONDS) as following:
             endpoint.publish(fused(mesh, 4), step=4).result(SECONDS)
@@ -273,7 +284,9 @@ def several_boxes(rank: int, group: Any, root: str) -> list[str]:
         dist.barrier()
     cast = Encoding(dtype=torch.bfloat16)
     with tr.serve(fused(mesh, 0), step=3, timeout=SECONDS, encoding=cast) as endpoint:
-        found = tr.pull(endpoint.url, timeout=SECONDS, same_host=False).state
+        found = tr.pull(
+            endpoint.url, timeout=SECONDS, options=tr.options.PullOptions(same_host=False)
+        ).state
         for name in SHAPES:
             wrong += [] if torch.equal(found[name], whole(name, 0).bfloat16()) else [f"cast {name}"]
         dist.barrier()

@@ -193,7 +193,7 @@ def test_an_optimizer_takes_them_in_place() -> None:
 def test_a_process_alone_saves_what_it_has_all_of(tmp_path: Any) -> None:
     halves = marked(torch.cat([whole()[3:], whole()[:3]]), (6, 4), [(3, 0), (0, 0)])
     halves.local_offsets, halves.local_sizes = ((0, 0), (3, 0)), ((3, 4), (3, 4))
-    with tr.Checkpointer(tmp_path, group=False) as steps:
+    with tr.Checkpointer(tmp_path, no_dist=True) as steps:
         steps.save(1, {"w": halves})
         got = steps.load().state["w"]
         assert type(got) is torch.Tensor and torch.equal(got, whole())

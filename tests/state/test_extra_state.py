@@ -134,7 +134,7 @@ def test_a_history_that_nobody_saved_is_missed(tmp_path: Path) -> None:
             held.load(into={"model": Scaled("dict")})
         got = held.load(into={"model": (module := Scaled("bytes"))}, strict=False)
         assert torch.equal(module.weight, plain.weight) and module.history == []
-        assert "_extra_state" in "".join([*got.report.missing, *got.report.extra])
+        assert "_extra_state" in "".join([*got.report.unexpected_keys, *got.report.missing_keys])
 
 
 def test_it_goes_with_what_is_made_besides(tmp_path: Path) -> None:

@@ -24,7 +24,7 @@ import torchrelay as tr
 from tests.support.ranks import RankPool
 from tests.support.records import stream_record
 from torchrelay import dropin
-from torchrelay.dropin.convert import convert
+from torchrelay.dropin.conversion import convert
 from torchrelay.errors import ManifestError, UnsupportedLeafError
 from torchrelay.inspection.step_source import contents_of
 from torchrelay.record import manifest as m

@@ -74,7 +74,7 @@ def without_collector() -> Iterator[None]:
 def failing(call: Callable[[], Any]) -> str:
     try:
         call()
-    except (tr.RelayError, KeyboardInterrupt) as fault:
+    except (tr.errors.RelayError, KeyboardInterrupt) as fault:
         return type(fault).__name__
     return "no error"
 

@@ -117,7 +117,7 @@ def recover_a_job(rank: int, group: Any, atomic: bool, steps_before: int) -> Any
             model = mine["parts"].model
             places = [p.data_ptr() for p in model.parameters()]
             got = relay.recv(0, into=mine, step=3, atomic=atomic)
-            assert got.state is mine and got.report.missing == got.report.extra == ()
+            assert got.state is mine and got.report.unexpected_keys == got.report.missing_keys == ()
             assert places == [p.data_ptr() for p in model.parameters()]
             assert mine["epoch"] == 0 and mine["position"][1] == 0
             assert mine["position"][0].rest == [0, 1, 2]
@@ -369,7 +369,7 @@ def test_an_object_that_nothing_is_stored_for_is_extra(tmp_path: Path) -> None:
         with pytest.raises(tr.errors.MismatchError, match=r"not offered: \['at'\]"):
             held.load(into=into)
         assert not into["w"].any()
-        assert held.load(into=into, strict=False).report.extra == ("['at']",)
+        assert held.load(into=into, strict=False).report.missing_keys == ("['at']",)
 
 
 def test_an_optimizer_takes_less_than_it_has(tmp_path: Path) -> None:

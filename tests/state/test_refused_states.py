@@ -393,7 +393,7 @@ def test_a_module_that_refuses_its_new_weights_is_named_torn(tmp_path: Path, ato
 def torn_by_relay(rank: int, group: Any, atomic: bool) -> None:
     with tr.Relay(group, timeout=30) as relay:
         if rank == 0:
-            with pytest.raises(tr.RelayError):
+            with pytest.raises(tr.errors.RelayError):
                 relay.send(job(1, Late(1)), to=1, step=5)
             return
         mine = job(0, Late(0, refuses=True))
@@ -426,7 +426,7 @@ def test_a_step_that_goes_while_it_is_loaded_does_not_tear_what_was_not_touched(
         held.save(5, {"w": torch.ones(1 << 16), "picky": Picky(1)})
         try:
             held.load(into=mine, step=step, progress=gone)
-        except tr.RelayError as fault:
+        except tr.errors.RelayError as fault:
             assert not isinstance(fault, tr.errors.TornStateError), fault
             assert not mine["w"].any() and mine["picky"].value == 0
         else:

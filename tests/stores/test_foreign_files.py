@@ -150,16 +150,18 @@ def test_a_root_that_cannot_have_steps_is_not_taken_for_an_empty_one(
     (tmp_path / "file").write_text("")
     (tmp_path / "link").symlink_to(tmp_path / "gone")
     root = tmp_path / name / below
-    with tr.Checkpointer(root, group=False, read_only=True) as there:
+    with tr.Checkpointer(
+        root, no_dist=True, options=tr.options.CheckpointerOptions(read_only=True)
+    ) as there:
         for act in (there.steps, there.latest, there.load, there.verify):
             with pytest.raises(tr.errors.CheckpointError, match=why) as caught:
                 act()
             assert caught.value.file == str(tmp_path / name)
     with pytest.raises(tr.errors.CheckpointError, match=why):
-        tr.Checkpointer(root, group=False)
+        tr.Checkpointer(root, no_dist=True)
     (tmp_path / "gone").mkdir()
     if name == "link":
-        with tr.Checkpointer(root, group=False) as there:
+        with tr.Checkpointer(root, no_dist=True) as there:
             there.save(1, {"n": 1})
             assert there.latest() == 1
 

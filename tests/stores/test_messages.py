@@ -22,11 +22,13 @@ from torchrelay.stores.objects.store import ObjectStore
 def test_a_missing_bucket_is_named_first_with_a_remedy(s3: S3) -> None:
     pytest.importorskip("obstore")
     remedy = "the bucket 'other' does not exist: create it, or correct its name, the region"
-    with tr.Checkpointer("s3://other/run", group=False, read_only=True) as held:
+    with tr.Checkpointer(
+        "s3://other/run", no_dist=True, options=tr.options.CheckpointerOptions(read_only=True)
+    ) as held:
         with pytest.raises(CheckpointError, match=f"^cannot list the steps: {remedy}"):
             held.load()
     with pytest.raises(CheckpointError, match=remedy):
-        tr.Checkpointer("s3://other/run", group=False)
+        tr.Checkpointer("s3://other/run", no_dist=True)
     sink = ObjectStore("s3://other/run", timeout=30).draft(1, "t").open("a.safetensors", 1)
     sink.write(0, b"a")
     with pytest.raises(OSError, match=remedy) as caught:
@@ -37,7 +39,9 @@ def test_a_missing_bucket_is_named_first_with_a_remedy(s3: S3) -> None:
 def test_refused_credentials_are_named_first_with_a_remedy(s3: S3) -> None:
     pytest.importorskip("obstore")
     s3.hook = lambda method, path: 403
-    with tr.Checkpointer(s3.url("run"), group=False, read_only=True) as held:
+    with tr.Checkpointer(
+        s3.url("run"), no_dist=True, options=tr.options.CheckpointerOptions(read_only=True)
+    ) as held:
         why = "cannot list the steps: access to the bucket 'bucket' is refused: correct the cred"
         with pytest.raises(CheckpointError, match=f"^{why}"):
             held.load()
@@ -47,7 +51,7 @@ def test_refused_credentials_are_named_first_with_a_remedy(s3: S3) -> None:
 def test_a_root_whose_name_is_not_utf8_is_refused_at_once(tmp_path: Path, name: bytes) -> None:
     place = f"{tmp_path}/{os.fsdecode(name)}"
     with pytest.raises(UsageError, match="cannot have steps"):
-        tr.Checkpointer(place, group=False)
+        tr.Checkpointer(place, no_dist=True)
     with pytest.raises(UsageError, match="cannot have steps"):
         tr.recover(sources=[place], into=state(1))
     assert list(tmp_path.iterdir()) == []
@@ -59,7 +63,7 @@ def test_a_root_whose_name_is_not_utf8_is_refused_at_once(tmp_path: Path, name: 
 )
 def test_other_names_that_cannot_work_are_refused_at_once(place: str) -> None:
     with pytest.raises(UsageError, match="cannot have steps"):
-        tr.Checkpointer(place, group=False)
+        tr.Checkpointer(place, no_dist=True)
 
 
 def test_a_root_below_a_directory_whose_name_is_not_utf8(
@@ -69,7 +73,7 @@ def test_a_root_below_a_directory_whose_name_is_not_utf8(
     place.mkdir()
     monkeypatch.chdir(place)
     with pytest.raises(UsageError, match="UTF-8"):
-        tr.Checkpointer("run", group=False)
+        tr.Checkpointer("run", no_dist=True)
 
 
 WITHOUT_FILES: dict[str, tuple[Any, str]] = {
@@ -93,7 +97,7 @@ def test_a_save_without_descriptors_does_not_blame_the_store(
 
     if background and what == "create":
         pytest.skip("no such case: the writer process creates data files")
-    with tr.Checkpointer(tmp_path, group=False, timeout=30) as held:
+    with tr.Checkpointer(tmp_path, no_dist=True, timeout=30) as held:
         held.save(1, state(1))
         with monkeypatch.context() as within:
             within.setattr(owner, name, refuse)
@@ -109,10 +113,10 @@ def test_a_save_without_descriptors_does_not_blame_the_store(
 def test_a_load_without_descriptors_does_not_blame_the_store(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with tr.Checkpointer(tmp_path, group=False, timeout=60) as saver:
+    with tr.Checkpointer(tmp_path, no_dist=True, timeout=60) as saver:
         saver.save(1, {"w": torch.ones(5)})
     # It tries again for the whole of its time.
-    with tr.Checkpointer(tmp_path, group=False, timeout=2) as held:
+    with tr.Checkpointer(tmp_path, no_dist=True, timeout=2) as held:
 
         def refuse(path: str, within: int | None) -> int:
             raise OSError(errno.EMFILE, os.strerror(errno.EMFILE), path)

@@ -13,7 +13,7 @@ from tests.support.s3 import BUCKET, S3
 
 def test_metadata_that_is_not_utf8_spoils_its_own_step_alone(s3: S3) -> None:
     url = s3.url("run")
-    with tr.Checkpointer(url, group=False, timeout=60) as there:
+    with tr.Checkpointer(url, no_dist=True, timeout=60) as there:
         for step in (1, 2):
             there.save(step, {"w": torch.full((4,), float(step))})
     (path,) = {
@@ -25,14 +25,14 @@ def test_metadata_that_is_not_utf8_spoils_its_own_step_alone(s3: S3) -> None:
     assert status == 200 and path.startswith(f"/{BUCKET}/")
     # A header's bytes are what they are: no program has to take them for text.
     assert s3.ask("PUT", path, body, {"x-amz-meta-odd": "\xff\xfe"})[0] == 200
-    with tr.Checkpointer(url, group=False, timeout=60) as there, warnings.catch_warnings():
+    with tr.Checkpointer(url, no_dist=True, timeout=60) as there, warnings.catch_warnings():
         warnings.simplefilter("ignore")
         got = there.load()
         assert got.step == 1 and float(got.state["w"][0]) == 1
-        found = tr.recover(sources=[url], group=False, timeout=60)
+        found = tr.recover(sources=[url], no_dist=True, timeout=60)
         assert found.step == 1
     with (
-        tr.Checkpointer(url, group=False, timeout=60) as there,
+        tr.Checkpointer(url, no_dist=True, timeout=60) as there,
         pytest.raises(tr.errors.CheckpointError, match="Metadata"),
     ):
         there.load(step=2)

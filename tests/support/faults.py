@@ -69,7 +69,7 @@ def attempt(call: Callable[[], Any]) -> Outcome:
     begun = time.monotonic()
     try:
         result = call()
-    except tr.RelayError as fault:
+    except tr.errors.RelayError as fault:
         cause = f" <- {fault.__cause__}" if fault.__cause__ else ""
         return Outcome(type(fault).__name__, f"{fault}{cause}", time.monotonic() - begun)
     seconds = time.monotonic() - begun

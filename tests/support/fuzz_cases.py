@@ -24,10 +24,11 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 import torchrelay as tr
+from tests.support import flat
 from tests.support.fuzz import Case, Landing, Maker
 from tests.support.oracle import Seen, meant, walk
 from torchrelay.dropin import PGTransport
-from torchrelay.endpoint import Encoding
+from torchrelay.weights import Encoding
 
 SECONDS = 30
 REFUSED = tr.errors.StateError
@@ -238,18 +239,35 @@ class Solo:
         self._stack, self._step = stack, 0
         places = {"checkpoint": f"{scratch}/steps", "bucket": f"{bucket}-{rank}"}
         self.stores = {
-            name: stack.enter_context(tr.Checkpointer(place, group=False))
+            name: stack.enter_context(tr.Checkpointer(place, no_dist=True))
             for name, place in places.items()
         }
         begin = {"nothing": torch.zeros(1)}
         self.endpoint = stack.enter_context(
-            tr.serve(begin, step=0, group=False, timeout=SECONDS, hold=0.01)
+            tr.serve(
+                begin,
+                step=0,
+                no_dist=True,
+                timeout=SECONDS,
+                options=tr.options.ServeOptions(hold_seconds=0.01),
+            )
         )
         encoding = Encoding(dtype=CAST)
         self.casting = stack.enter_context(
-            tr.serve(begin, step=0, group=False, timeout=SECONDS, hold=0.01, encoding=encoding)
+            tr.serve(
+                begin,
+                step=0,
+                no_dist=True,
+                timeout=SECONDS,
+                encoding=encoding,
+                options=tr.options.ServeOptions(hold_seconds=0.01),
+            )
         )
-        self.keeper = tr.Keeper(f"fuzz-{rank}-{Path(scratch).name}", group=False, lease=30)
+        self.keeper = tr.Keeper(
+            f"fuzz-{rank}-{Path(scratch).name}",
+            no_dist=True,
+            options=tr.options.KeeperOptions(lease_seconds=30),
+        )
         stack.callback(self.keeper.end)
 
     def run(self, api: str, job: Job) -> str:
@@ -292,13 +310,13 @@ class Solo:
         if self._publish(job, step, "pull") == "refused":
             return "refused"
         how: dict[str, Any] = {"same_host": job.random.random() < 0.5}
-        how |= {"verify": job.random.random() < 0.5, "atomic": job.random.random() < 0.7}
+        how |= {"verify": job.random.random() < 0.5 or "all", "atomic": job.random.random() < 0.7}
         how["strict"] = job.strict
         if job.into is None and job.random.random() < 0.1:
             how |= {"reshare": True}
 
         def take(into: Any) -> Any:
-            got = tr.pull(self.endpoint.url, into=into, group=False, timeout=SECONDS, **how)
+            got = flat.pull(self.endpoint.url, into=into, no_dist=True, timeout=SECONDS, **how)
             if got.seed is not None:
                 self._stack.callback(got.seed.close)
             return got.state
@@ -312,7 +330,10 @@ class Solo:
         if self._publish(job, step, "cast", self.casting) == "refused":
             return "refused"
         got = tr.pull(
-            self.casting.url, group=False, timeout=SECONDS, same_host=job.random.random() < 0.5
+            self.casting.url,
+            no_dist=True,
+            timeout=SECONDS,
+            options=tr.options.PullOptions(same_host=job.random.random() < 0.5),
         ).state
         found = dict(tensors_of(got))
         for path, sent in tensors_of(job.made.state):
@@ -334,7 +355,7 @@ class Solo:
 
         def take(into: Any) -> Any:
             how: Any = {"same_host": same_host, "timeout": SECONDS, "strict": job.strict}
-            with tr.subscribe(self.endpoint.url, into=into, group=False, **how) as subscription:
+            with tr.subscribe(self.endpoint.url, into=into, no_dist=True, **how) as subscription:
                 return subscription.update().state
 
         return job.taken(take, "subscribe")
@@ -352,7 +373,7 @@ class Solo:
         def take(into: Any) -> Any:
             source = self.keeper.source()
             how: Any = {"timeout": SECONDS, "strict": job.strict}
-            return tr.recover(sources=[source], into=into, group=False, **how).state
+            return flat.recover(sources=[source], into=into, no_dist=True, **how).state
 
         return job.taken(take, "keeper")
 
@@ -431,8 +452,16 @@ class Together:
         if world == 4:
             self._meshes.append(init_device_mesh("cpu", (2, 2)))
         self._steps = stack.enter_context(tr.Checkpointer(f"{at}/together", timeout=SECONDS))
-        self._endpoint = stack.enter_context(tr.serve({}, step=0, timeout=SECONDS, hold=0.01))
-        self._keeper = tr.Keeper(f"fuzz-{crc32(at.encode())}", lease=30, timeout=SECONDS)
+        self._endpoint = stack.enter_context(
+            tr.serve(
+                {}, step=0, timeout=SECONDS, options=tr.options.ServeOptions(hold_seconds=0.01)
+            )
+        )
+        self._keeper = tr.Keeper(
+            f"fuzz-{crc32(at.encode())}",
+            timeout=SECONDS,
+            options=tr.options.KeeperOptions(lease_seconds=30),
+        )
         stack.callback(self._keeper.end)
 
     def _spread(self, whole: torch.Tensor, rng: random.Random) -> torch.Tensor:
@@ -480,7 +509,11 @@ class Together:
             self._endpoint.publish(state, step=step).result(SECONDS)
             url = self._endpoint.url
             return tr.pull(
-                url, into=into, step=step, timeout=SECONDS, same_host=step % 2 == 0
+                url,
+                into=into,
+                step=step,
+                timeout=SECONDS,
+                options=tr.options.PullOptions(same_host=step % 2 == 0),
             ).state
         self._keeper.stage(step, state).result(SECONDS)
         return tr.recover(sources=[self._keeper], into=into, timeout=SECONDS).state

@@ -48,7 +48,7 @@ def interrupted(act: Callable[[], Any], parts: tuple[str, ...], line: Line, nth:
     try:
         with raising(Interrupt):
             _traced(act, parts, raise_there)
-    except (Interrupt, torchrelay.RelayError):
+    except (Interrupt, torchrelay.errors.RelayError):
         pass
     return left <= 0
 

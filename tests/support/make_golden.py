@@ -23,7 +23,9 @@ def by_two(rank: int, group: Any, root: str) -> None:
 
 def main(root: Path) -> None:
     warnings.simplefilter("ignore")
-    with tr.Checkpointer(root, timeout=30, file_bytes=1024) as there:
+    with tr.Checkpointer(
+        root, timeout=30, options=tr.options.CheckpointerOptions(file_bytes=1024)
+    ) as there:
         there.save(golden.LIBRARY, golden.state_of_library())
         there.save(golden.ONE, golden.state_of_one())
     run_ranks(by_two, 2, str(root))

@@ -51,7 +51,7 @@ def _save_on(root: str, first: int, seed: int, link: Connection) -> None:
         try:
             if step % 2:
                 pending, before = checkpointer.save_async(step, training(step)), pending
-                if before is not None and before.done() and before._fault is None:
+                if before is not None and before.succeeded():
                     link.send(("ack", before.step))
             else:
                 checkpointer.save(step, training(step))

@@ -50,7 +50,9 @@ def train_on(rank: int, group: Any, places: list[str]) -> list[list[float]]:
     for place in places:
         model, optimizer = job(seed=99)
         state = state_of(model, optimizer, 0)
-        with tr.Checkpointer(place, group=group, read_only=True) as there:
+        with tr.Checkpointer(
+            place, group=group, options=tr.options.CheckpointerOptions(read_only=True)
+        ) as there:
             there.load(into=state)
         set_state_dict(
             model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optim"]

@@ -42,7 +42,9 @@ def reads(folder: Path) -> dict[str, Callable[[], object]]:
     root = folder / "written"
 
     def load() -> None:
-        with tr.Checkpointer(root, read_only=True) as checkpointer:
+        with tr.Checkpointer(
+            root, options=tr.options.CheckpointerOptions(read_only=True)
+        ) as checkpointer:
             assert checkpointer.steps() == [1, 2] and checkpointer.latest() == 2
             assert_is_state(checkpointer.load().state, 2)
             into = holes()
@@ -51,7 +53,9 @@ def reads(folder: Path) -> dict[str, Callable[[], object]]:
             assert checkpointer.verify() == 2
 
     def recover() -> None:
-        with tr.Checkpointer(root, read_only=True) as checkpointer:
+        with tr.Checkpointer(
+            root, options=tr.options.CheckpointerOptions(read_only=True)
+        ) as checkpointer:
             assert_is_state(tr.recover(into=holes(), sources=[checkpointer]).state, 2)
 
     def says(*arguments: object, code: int = 0) -> Callable[[], None]:
@@ -113,7 +117,7 @@ def needing_linux(folder: Path, url: str) -> dict[str, Callable[[], object]]:
         "Keeper": lambda: tr.Keeper("job"),
         "subscribe": lambda: tr.subscribe(url, into=holes()),
         "save_async": save_async,
-        "pull(reshare=True)": lambda: tr.pull(url, reshare=True),
+        "pull(reshare=True)": lambda: tr.pull(url, options=tr.options.PullOptions(reshare=True)),
         "PGTransport": lambda: dropin.PGTransport(None, None, torch.device("cpu")),
         "torchrelay demo": lambda: run_demo(small=True),
         "torchrelay check": lambda: import_module("torchrelay.check.__main__").run(

@@ -21,7 +21,7 @@ import torchrelay as tr
 from tests.support.states import bits
 from tests.weights.random_mappings import Case, random_case
 from torchrelay.endpoint.encoding import Encoding
-from torchrelay.weights.mapping import MappedDestination
+from torchrelay.weights import MappedDestination
 
 TIMEOUT = 60.0
 RANKS = 4

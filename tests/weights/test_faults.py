@@ -107,7 +107,9 @@ def test_another_server_takes_over(wires: Callable[[str], Wire]) -> None:
 def test_a_step_that_is_replaced_meanwhile_gives_way_to_the_newest(
     wires: Callable[[str], Wire],
 ) -> None:
-    with tr.serve(weights(1), step=1, hold=0.2, timeout=TIMEOUT) as endpoint:
+    with tr.serve(
+        weights(1), step=1, timeout=TIMEOUT, options=tr.options.ServeOptions(hold_seconds=0.2)
+    ) as endpoint:
         wire = wires(endpoint.url)
         subscription, into = followed(wire.url)
         newest: list[int] = []
@@ -128,7 +130,12 @@ def test_a_step_that_is_replaced_meanwhile_gives_way_to_the_newest(
 
 
 def test_a_worker_that_stalls_delays_no_one(wires: Callable[[str], Wire]) -> None:
-    with tr.serve(weights(1), step=1, stall=0.5, hold=5.0, timeout=TIMEOUT) as endpoint:
+    with tr.serve(
+        weights(1),
+        step=1,
+        timeout=TIMEOUT,
+        options=tr.options.ServeOptions(stall_seconds=0.5, hold_seconds=5.0),
+    ) as endpoint:
         wire = wires(endpoint.url)
         stuck, into = followed(wire.url)
         others, seen = followed(endpoint.url)
@@ -144,7 +151,7 @@ def test_a_worker_that_stalls_delays_no_one(wires: Callable[[str], Wire]) -> Non
         def update() -> None:
             try:
                 stuck.update(timeout=TIMEOUT)
-            except tr.RelayError as fault:
+            except tr.errors.RelayError as fault:
                 failed.append(fault)
 
         worker = threading.Thread(target=update)

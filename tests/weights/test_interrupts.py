@@ -86,7 +86,7 @@ def test_an_update_whose_time_is_over_while_it_lands(same_host: bool) -> None:
             seconds = longest * (version % 25 + 1) / 25
             try:
                 subscription.update(at_least=version, timeout=seconds)
-            except tr.RelayError:
+            except tr.errors.RelayError:
                 failed += 1
             assert len({int(one[at]) for one in into.values() for at in (0, -1)}) == 1
             assert all(bool((one == one[0]).all()) for one in into.values())

@@ -22,7 +22,7 @@ from tests.keeper.jobs import end_keepers
 from tests.support.ranks import Ranks, reached, tell, wait_until_stopped
 from tests.weights.conftest import Wire
 from tests.weights.test_faults import LATER, PARTS, followed, once, version_of, weights
-from torchrelay.weights.mapping import MappedDestination, ParameterRule, SourcePart, WeightMapping
+from torchrelay.weights import MappedDestination, ParameterRule, SourcePart, WeightMapping
 
 TIMEOUT = 30
 SOON = 6.0  # for an update that cannot end
@@ -97,11 +97,11 @@ def follow(rank: int, group: Any, urls: list[str], same_host: bool) -> tuple[str
     ended = ""
     try:
         subscription.update(at_least=2, timeout=SOON)
-    except tr.RelayError as fault:
+    except tr.errors.RelayError as fault:
         ended = type(fault).__name__
     left = mine.version()
     if rank % 2 == 0:
-        alone = tr.subscribe(urls[rank], into=mine.into, group=False, **given)
+        alone = tr.subscribe(urls[rank], into=mine.into, no_dist=True, **given)
         assert alone.update(at_least=2).step == 2
     return ended, left, mine.version()
 
@@ -205,7 +205,7 @@ def test_a_server_that_is_killed_leaves_one_version(
         if phase == "end":
             assert subscription.update(timeout=2).step == version_of(into) == 2
         else:
-            with pytest.raises(tr.RelayError):
+            with pytest.raises(tr.errors.RelayError):
                 subscription.update(timeout=2)
             assert version_of(into) == 1
         assert where
@@ -234,7 +234,7 @@ def test_a_server_that_stands_still(same_host: bool) -> None:
         subscription, into = followed(endpoint.url, same_host=same_host)
         subscription.update()
         endpoint.publish(weights(2), step=2).result(TIMEOUT)
-        with stopped(endpoint._server.process.pid), pytest.raises(tr.RelayError):
+        with stopped(endpoint._server.process.pid), pytest.raises(tr.errors.RelayError):
             subscription.update(timeout=1)
         assert version_of(into) == 1
         assert subscription.update(timeout=TIMEOUT).step == version_of(into) == 2
@@ -254,7 +254,7 @@ def test_a_server_that_stops_within_a_stream(wires: Callable[[str], Wire]) -> No
 
         where = once(wire, stop)
         try:
-            with pytest.raises(tr.RelayError):
+            with pytest.raises(tr.errors.RelayError):
                 subscription.update(timeout=2)
         finally:
             os.kill(pid, signal.SIGCONT)
@@ -327,7 +327,9 @@ def test_a_trainer_rank_that_is_killed_is_named_or_replaced(
         for rank in range(2):
             ranks.wait_reached(rank, "published", TIMEOUT)
         (_, pid), sources = ranks.told(0)[-1], [wire.url]
-        copy = tr.pull(url, same_host=False, reshare=replaced, timeout=TIMEOUT)
+        copy = tr.pull(
+            url, timeout=TIMEOUT, options=tr.options.PullOptions(same_host=False, reshare=replaced)
+        )
         if replaced:
             assert copy.seed is not None
             sources.append(copy.seed.url)
@@ -343,10 +345,10 @@ def test_a_trainer_rank_that_is_killed_is_named_or_replaced(
             assert got.step == 2 and torch.equal(into["w"], whole(2))
             assert wire.url in got.report.failed
         else:
-            with pytest.raises(tr.RelayError, match=wire.url):
+            with pytest.raises(tr.errors.RelayError, match=wire.url):
                 subscription.update(timeout=2)
             assert torch.equal(into["w"], whole(1))
-            with pytest.raises(tr.RelayError, match=wire.url):
+            with pytest.raises(tr.errors.RelayError, match=wire.url):
                 first.update(timeout=2)
             assert torch.equal(into["w"], whole(1))
         assert where
@@ -372,7 +374,12 @@ def replicate(rank: int, group: Any, job: str) -> None:
     state = {"w": distribute_tensor(whole(1), mesh, places, src_data_rank=None)}
     keeper = None
     if job:
-        keeper = tr.Keeper(job, access=access, timeout=TIMEOUT, lease=TIMEOUT, copies=0)
+        keeper = tr.Keeper(
+            job,
+            access=access,
+            timeout=TIMEOUT,
+            options=tr.options.KeeperOptions(lease_seconds=TIMEOUT, copies=0),
+        )
         keeper.stage(1, state).result(TIMEOUT)
     mine = groups[rank // 2]
     with tr.serve(state, step=1, access=access, group=mine, timeout=TIMEOUT) as endpoint:

@@ -60,7 +60,7 @@ def follow(rank: int, group: Any, url: str, phase: str) -> tuple[str, int]:
             rank_load.RankLoad.end = stop  # type: ignore[method-assign]
     try:
         subscription.update(at_least=2, timeout=2.0)
-    except tr.RelayError as fault:
+    except tr.errors.RelayError as fault:
         return str(fault), version_of(into, rank)
     return "", version_of(into, rank)
 
@@ -68,7 +68,7 @@ def follow(rank: int, group: Any, url: str, phase: str) -> tuple[str, int]:
 @pytest.mark.parametrize("phase", ["fetch", "land"])
 def test_a_worker_rank_that_is_killed(phase: str) -> None:
     state = {"w": whole(1), "version": 1}
-    with tr.serve(state, step=1, group=False, timeout=TIMEOUT) as endpoint:
+    with tr.serve(state, step=1, no_dist=True, timeout=TIMEOUT) as endpoint:
         with Ranks(follow, 2, endpoint.url, phase) as ranks:
             for rank in (0, 1):
                 ranks.wait_reached(rank, "followed")
@@ -82,7 +82,7 @@ def test_a_worker_rank_that_is_killed(phase: str) -> None:
         # The publisher goes on, and others follow it.
         assert endpoint.publish({"w": whole(3), "version": 3}, step=3).skipped is None
         into = {"w": whole(0), "version": 0}
-        others = tr.subscribe(endpoint.url, into=into, group=False, timeout=TIMEOUT)
+        others = tr.subscribe(endpoint.url, into=into, no_dist=True, timeout=TIMEOUT)
         assert others.update(at_least=3).step == version_of(into) == 3
 
 
@@ -112,7 +112,7 @@ def test_a_publisher_rank_that_is_killed(wires: Callable[[str], Wire]) -> None:
         wire = wires(ranks.told(0)[0])
         into = {"w": whole(0), "version": 0}
         subscription = tr.subscribe(
-            wire.url, into=into, group=False, same_host=False, timeout=TIMEOUT
+            wire.url, into=into, no_dist=True, same_host=False, timeout=TIMEOUT
         )
         subscription.update()
         assert version_of(into) == 1
@@ -131,7 +131,7 @@ def test_a_publisher_rank_that_is_killed(wires: Callable[[str], Wire]) -> None:
             return data
 
         wire.meddle = meddle
-        with pytest.raises(tr.RelayError) as caught:
+        with pytest.raises(tr.errors.RelayError) as caught:
             subscription.update(at_least=2, timeout=3.0)
         assert lost and lost[0] in str(caught.value)
         assert version_of(into) == 1 and subscription.step is None

@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor, Partial, Shard, distribute_tensor
 
 import torchrelay as tr
 from tests.endpoint.liars import Between
+from tests.support import flat
 from tests.support.forge import flip
 from tests.support.ranks import RankPool
 from tests.support.states import bits
@@ -81,9 +82,9 @@ def test_random_mappings_are_pulled_exactly(same_host: bool) -> None:
                 lambda into: tr.pull(
                     endpoint.url,
                     into={"model": into},
-                    same_host=same_host,
-                    group=False,
+                    no_dist=True,
                     timeout=TIMEOUT,
+                    options=tr.options.PullOptions(same_host=same_host),
                 ),
             )
 
@@ -195,7 +196,12 @@ def test_nothing_changes_if_anything_is_refused(tmp_path: Path) -> None:
     with tr.serve(state, step=1, timeout=TIMEOUT) as endpoint:
         for same_host in (True, False):
             with pytest.raises(MismatchError, match="refused"):
-                tr.pull(endpoint.url, into=into, same_host=same_host, timeout=TIMEOUT)
+                tr.pull(
+                    endpoint.url,
+                    into=into,
+                    timeout=TIMEOUT,
+                    options=tr.options.PullOptions(same_host=same_host),
+                )
             assert_exact(dict(model.state_dict()), before)
 
 
@@ -213,12 +219,12 @@ def test_nothing_changes_if_bytes_are_altered_on_their_way() -> None:
         how: Any = {"into": destination, "key": "weights", "same_host": False, "timeout": TIMEOUT}
         try:
             with pytest.raises(RelayError):
-                tr.pull(between.url, **how)
+                flat.pull(between.url, **how)
             assert_exact(dict(model.state_dict()), before)
             altered = False
             # The same destination again and again, with memory of its own or not.
             for step in range(2, 4):
-                tr.pull(between.url, **how)
+                flat.pull(between.url, **how)
                 assert_exact(dict(model.state_dict()), fused(state))
                 state = {name: tensor + 1 for name, tensor in state.items()}
                 endpoint.publish({"weights": state}, step=step).result(TIMEOUT)
@@ -330,8 +336,8 @@ def test_names_that_are_left_over_stay_as_they_are_without_strict(tmp_path: Path
         "b": [1, 1],
         "c": [1, 1],
     }
-    assert got.report.missing == ("['z']",)
-    assert got.report.extra == ("['b']",)
+    assert got.report.unexpected_keys == ("['z']",)
+    assert got.report.missing_keys == ("['b']",)
 
 
 def test_included_names_alone_are_checked_and_loaded(tmp_path: Path) -> None:
@@ -401,7 +407,13 @@ def _load(state: object, into: object, folder: Path) -> None:
 
 def _pull(state: object, into: object, folder: Path, *, same_host: bool = True) -> None:
     with tr.serve(state, step=1, timeout=TIMEOUT) as endpoint:
-        tr.pull(endpoint.url, into=into, same_host=same_host, group=False, timeout=TIMEOUT)
+        tr.pull(
+            endpoint.url,
+            into=into,
+            no_dist=True,
+            timeout=TIMEOUT,
+            options=tr.options.PullOptions(same_host=same_host),
+        )
 
 
 def _pull_over_tcp(state: object, into: object, folder: Path) -> None:
@@ -411,7 +423,7 @@ def _pull_over_tcp(state: object, into: object, folder: Path) -> None:
 def _subscribe(state: object, into: object, folder: Path) -> None:
     with (
         tr.serve(state, step=1, timeout=TIMEOUT) as endpoint,
-        tr.subscribe(endpoint.url, into=into, group=False, timeout=TIMEOUT) as updates,
+        tr.subscribe(endpoint.url, into=into, no_dist=True, timeout=TIMEOUT) as updates,
     ):
         updates.update()
 
@@ -602,8 +614,8 @@ def save_and_load(rank: int, group: Any, root: str) -> list[str]:
                     endpoint.url,
                     into=destination,
                     group=group,
-                    same_host=same_host,
                     timeout=TIMEOUT,
+                    options=tr.options.PullOptions(same_host=same_host),
                 )
                 wrong += [] if torch.equal(mine["qk"], torch.cat(pieces)) else ["pulled"]
             dist.barrier(group)

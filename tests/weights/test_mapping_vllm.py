@@ -195,7 +195,12 @@ def test_every_rank_has_vllms_parameters(model: str, ranks: int, tmp_path: Path)
             assert got.report.bytes == needed  # nothing but its own pieces
             into = blank(wanted)
             destination = MappedDestination(into, mapping, shard=(rank, ranks))
-            got = tr.pull(endpoint.url, into=destination, same_host=False, timeout=TIMEOUT)
+            got = tr.pull(
+                endpoint.url,
+                into=destination,
+                timeout=TIMEOUT,
+                options=tr.options.PullOptions(same_host=False),
+            )
             assert_exact(into, wanted)
             assert got.report.bytes == needed
 

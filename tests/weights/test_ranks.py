@@ -180,7 +180,7 @@ def follow_peers(rank: int, group: Any, sources: list[int], same_host: bool) -> 
     subscription = tr.subscribe(
         peers if len(peers) > 1 else peers[0],
         into=into,
-        group=False,
+        no_dist=True,
         same_host=same_host,
         timeout=TIMEOUT,
     )

@@ -11,7 +11,7 @@ import torch
 import torchrelay as tr
 from tests.weights.liars import lying
 from torchrelay.parts.runs import PartBox, runs_of
-from torchrelay.weights.mapping import MappedDestination, ParameterRule, SourcePart, WeightMapping
+from torchrelay.weights import MappedDestination, ParameterRule, SourcePart, WeightMapping
 from torchrelay.weights.record_chunks import RecordChunks, VolumeLayout, completing_runs
 
 TIMEOUT = 30

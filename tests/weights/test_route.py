@@ -26,7 +26,9 @@ STATE = {"w": torch.arange(1000.0)}
 @pytest.fixture(scope="module")
 def endpoint() -> Iterator[Endpoint]:
     access = tr.Access(token=TOKEN)
-    with tr.serve(STATE, step=1, access=access, stall=2.0, timeout=60) as made:
+    with tr.serve(
+        STATE, step=1, access=access, timeout=60, options=tr.options.ServeOptions(stall_seconds=2.0)
+    ) as made:
         tr.pull(made.url, access=access, timeout=60)  # it is shown
         yield made
 

@@ -53,11 +53,10 @@ def publish(rank: int, group: Any, version: int) -> tuple[str, int, Sample]:
         _kept["endpoint"] = tr.serve(
             weights(1),
             step=1,
-            stall=STALL,
-            hold=STALL,
-            group=False,
+            no_dist=True,
             timeout=TIMEOUT,
             encoding=Encoding(history=3),
+            options=tr.options.ServeOptions(stall_seconds=STALL, hold_seconds=STALL),
         )
     else:
         end = time.monotonic() + TIMEOUT
@@ -77,7 +76,7 @@ def subscribe(rank: int, group: Any, url: str) -> None:
         into = weights(-1)
         _kept[same_host] = (
             into,
-            tr.subscribe(url, into=into, same_host=same_host, group=False, timeout=TIMEOUT),
+            tr.subscribe(url, into=into, same_host=same_host, no_dist=True, timeout=TIMEOUT),
         )
 
 
@@ -90,7 +89,7 @@ def update(
     try:
         got = subscription.update(at_least=version, timeout=seconds)
         assert got.step == version
-    except tr.RelayError as fault:
+    except tr.errors.RelayError as fault:
         ended = type(fault).__name__
     gc.collect()
     return ended, before, version_of(into), Sample.of(os.getpid())

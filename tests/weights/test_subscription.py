@@ -139,7 +139,7 @@ def test_a_subscription_waits_for_a_publisher() -> None:
     late.join()
     with begun[0]:
         assert subscription.update().step == 3 and has(into, 3)
-    with pytest.raises(tr.RelayError, match=address):
+    with pytest.raises(tr.errors.RelayError, match=address):
         tr.subscribe(f"http://{address}", into=into, timeout=0.5)
 
 
@@ -153,7 +153,7 @@ def test_what_does_not_fit_is_refused_at_once() -> None:
         with pytest.raises(tr.errors.MismatchError, match="more"):
             tr.subscribe(endpoint.url, into=extra, timeout=TIMEOUT)
         some = tr.subscribe(endpoint.url, into=extra, strict=False, timeout=TIMEOUT)
-        assert some.update().report.extra == ("['more']",)
+        assert some.update().report.missing_keys == ("['more']",)
         with pytest.raises(tr.errors.UsageError, match="into="):
             tr.subscribe(endpoint.url, into=None)
         with pytest.raises(tr.errors.UsageError, match="publisher"):

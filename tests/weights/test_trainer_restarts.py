@@ -23,7 +23,7 @@ def test_an_update_says_that_the_trainer_went_back(
     wires: Callable[[str], Wire], same_host: bool
 ) -> None:
     into = weights(0)
-    options = {"group": False, "timeout": TIMEOUT}
+    options = {"no_dist": True, "timeout": TIMEOUT}
     with tr.serve(weights(5), step=500, **options) as first:
         wire = wires(first.url)
         subscription = tr.subscribe(wire.url, into=into, same_host=same_host, **options)
@@ -51,8 +51,8 @@ def test_an_update_says_that_the_trainer_went_back(
 
 def test_an_update_says_why_the_trainer_cannot_be_reached() -> None:
     into = weights(0)
-    with tr.serve(weights(5), step=5, group=False, timeout=TIMEOUT) as endpoint:
-        subscription = tr.subscribe(endpoint.url, into=into, group=False, timeout=TIMEOUT)
+    with tr.serve(weights(5), step=5, no_dist=True, timeout=TIMEOUT) as endpoint:
+        subscription = tr.subscribe(endpoint.url, into=into, no_dist=True, timeout=TIMEOUT)
         subscription.update()
     for at_least in (None, 6):
         with pytest.raises(tr.errors.TransferTimeoutError) as caught:
@@ -64,7 +64,7 @@ def test_an_update_says_why_the_trainer_cannot_be_reached() -> None:
 
 
 def test_one_of_two_servers_that_is_gone_is_named() -> None:
-    options = {"group": False, "timeout": TIMEOUT}
+    options = {"no_dist": True, "timeout": TIMEOUT}
     with tr.serve(weights(5), step=5, **options) as one:
         with tr.serve(weights(5), step=5, **options) as other:
             subscription = tr.subscribe([one.url, other.url], into=weights(0), **options)

@@ -15,11 +15,8 @@ from unittest.mock import patch
 
 import torchrelay as tr
 from tools.docs.sources import SOURCE, sentence, tree_of
-from torchrelay import dcp, dropin, errors
-from torchrelay.dropin import stock_dcp
-from torchrelay.dropin.convert import convert
+from torchrelay import dcp, dropin, errors, options
 from torchrelay.endpoint.front import Endpoint
-from torchrelay.endpoint.pull_options import PullOptions
 from torchrelay.endpoint.share import SharedState
 from torchrelay.progress import Progress
 from torchrelay.results import Attempt, Outcome, Traffic
@@ -29,12 +26,20 @@ _MODULES = {  # of names whose module is not a page's own
     "torchrelay.coordination.groups": "relay",
     "torchrelay.sources.access": "endpoint",
     "torchrelay.pending": "checkpointer",
+    "torchrelay.options": "relay",
     "torchrelay.results": "relay",
     "torchrelay.progress": "relay",
     "torchrelay.parts": "weights",
 }
+_OPTIONS = (
+    options.CheckpointerOptions,
+    options.PullOptions,
+    options.RecoverOptions,
+    options.ServeOptions,
+    options.KeeperOptions,
+)
 # Classes that a caller meets without importing them by name.
-_RETURNED = (Endpoint, SharedState, PullOptions, Progress, Outcome, Attempt, Traffic)
+_RETURNED = (Endpoint, SharedState, *_OPTIONS, Progress, Outcome, Attempt, Traffic)
 # Public names of modules that a caller imports or meets, and that are not in `tr.__all__`.
 _ELSEWHERE: dict[str, tuple[str, ...]] = {
     "torchrelay.endpoint.encoding": ("Encoding",),
@@ -137,7 +142,9 @@ def public() -> list[Name]:
     found: list[Name] = []
     for name in tr.__all__:
         thing = getattr(tr, name)
-        if name != "errors" and not (inspect.isclass(thing) and issubclass(thing, Exception)):
+        if not inspect.ismodule(thing) and not (
+            inspect.isclass(thing) and issubclass(thing, Exception)
+        ):
             found += _described(name, thing, _page_of(thing))
     for thing in _RETURNED:
         if thing.__name__ not in tr.__all__:
@@ -145,9 +152,6 @@ def public() -> list[Name]:
     for name in dropin.__all__:
         thing = getattr(dropin, name)
         found += _described(_QUALIFIED.get(name, name), thing, "dropin")
-    found += _described("convert", convert, "dropin")
-    for name in stock_dcp.__all__:
-        found += _described(name, getattr(stock_dcp, name), "dropin")
     for module, some in _ELSEWHERE.items():
         if find_spec(module.rpartition(".")[0]) and find_spec(module):
             home = import_module(module)

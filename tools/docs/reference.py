@@ -19,12 +19,11 @@ from pathlib import Path
 from typing import Any
 
 import torchrelay as tr
-from torchrelay import dcp, dropin, errors
+from torchrelay import dcp, dropin, errors, options
 from torchrelay.dropin import stock_dcp
-from torchrelay.dropin.convert import convert
+from torchrelay.dropin.conversion import convert
 from torchrelay.endpoint.encoding import Encoding
 from torchrelay.endpoint.front import Endpoint
-from torchrelay.endpoint.pull_options import PullOptions
 from torchrelay.endpoint.share import SharedState
 from torchrelay.progress import Progress
 from torchrelay.results import Attempt, Outcome, Traffic
@@ -53,9 +52,16 @@ SECTIONS: dict[str, tuple[Any, ...]] = {
     "Checkpointer": (tr.Checkpointer,),
     "Keep policies": (tr.KeepLast, tr.KeepEvery, tr.KeepBest),
     "Results": (tr.Loaded, tr.Report, Outcome, Attempt, Traffic, tr.Pending, Progress),
-    "serve and pull": (tr.serve, Endpoint, Encoding, tr.pull, PullOptions, tr.Access),
+    "serve and pull": (tr.serve, Endpoint, Encoding, tr.pull, tr.Access),
     "subscribe": (tr.subscribe, Subscription),
     "recover and Keeper": (tr.recover, tr.Keeper),
+    "options": (
+        options.CheckpointerOptions,
+        options.PullOptions,
+        options.RecoverOptions,
+        options.ServeOptions,
+        options.KeeperOptions,
+    ),
     "init_process_group": (tr.init_process_group,),
     "register": (tr.register,),
 }
@@ -65,7 +71,7 @@ OTHERS: dict[str, dict[str, Any]] = {
         "PGTransport": dropin.PGTransport,
         "dropin.Checkpointer": dropin.Checkpointer,
     },
-    "torchrelay.weights.mapping": {name: getattr(mapping, name) for name in mapping.__all__},
+    "torchrelay.weights": {name: getattr(mapping, name) for name in mapping.__all__},
     "Conversion": {"convert": convert, **{n: getattr(stock_dcp, n) for n in stock_dcp.__all__}},
 }
 
@@ -73,7 +79,7 @@ OTHERS: dict[str, dict[str, Any]] = {
 def unlisted() -> tuple[Any, ...]:
     """Public names that no section has yet."""
     listed = {thing for things in SECTIONS.values() for thing in things}
-    public = [getattr(tr, name) for name in tr.__all__ if name not in ("errors", "RelayError")]
+    public = [getattr(tr, name) for name in tr.__all__ if name not in ("errors", "options")]
     return tuple(thing for thing in public if thing not in listed)
 
 
@@ -131,10 +137,9 @@ def entry(name: str, thing: Any) -> Iterator[str]:
     made = inspect.isclass(thing) and (
         is_result(thing) or thing in (Endpoint, SharedState, Subscription)
     )
-    options = thing is PullOptions
-    yield f"### `{name}`" if made or options else f"### `{signature(name, thing)}`"
+    yield f"### `{name}`" if made else f"### `{signature(name, thing)}`"
     yield prose(thing)
-    if not inspect.isclass(thing) or options:
+    if not inspect.isclass(thing):
         return
     rows = [row for row in fields(thing) if is_result(thing) or row[1]]
     if rows and is_result(thing):

@@ -144,7 +144,7 @@ def _clocks(known: dict[int, dict[str, Any]], clocks: dict[int, float]) -> Findi
             "clocks",
             "problem",
             f"{spread:.0f} s apart; the earliest is that of {host} (rank {earliest})",
-            "synchronise the clocks (chrony, ntpd): `max_age=` of recover compares them",
+            "synchronise the clocks (chrony, ntpd): `max_age_seconds` of recover compares them",
         )
     return Finding(AREA, "clocks", "ok", f"within {max(spread, 0.1):.1f} s")
 

@@ -132,7 +132,7 @@ def judge(
                     shown,
                     "problem",
                     "the bytes that arrived are not those that were sent",
-                    "run both hosts through a memory test, and name a route with verify=True",
+                    "run both hosts through a memory test, and name a route with verify='all'",
                 )
             )
         elif limit and speed * SLOW_FACTOR < limit and facts["seconds"] > FIXED_SECONDS:

@@ -56,7 +56,7 @@ def _probe(place: str, root: str) -> Finding:
         return Finding(AREA, subject, "problem", f"the save failed: {last}", "mend what it names")
     into = state_of(0)
     try:
-        found = recover(into=into, sources=[root], group=False, timeout=SECONDS)
+        found = recover(into=into, sources=[root], no_dist=True, timeout=SECONDS)
     except RelayError as fault:
         remedy = "do not rely on this place until this row is ok"
         return Finding(AREA, subject, "problem", f"nothing was recovered: {fault}", remedy)
@@ -86,7 +86,7 @@ def _remove(root: str) -> None:
 
 def _save_and_die(root: str) -> None:
     """In the child: save step 1, and die when part of step 2 is written."""
-    with Checkpointer(root, group=False, timeout=SECONDS) as checkpointer:
+    with Checkpointer(root, no_dist=True, timeout=SECONDS) as checkpointer:
         checkpointer.save(1, state_of(1))
 
         def die(progress: Progress) -> None:

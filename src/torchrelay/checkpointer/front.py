@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import signal
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
@@ -25,12 +24,17 @@ from torchrelay.errors import RecoveryError, StepNotFoundError, UsageError
 from torchrelay.loading.first_start import has_steps
 from torchrelay.loading.loader import Loader, LoadRequest
 from torchrelay.memory.bounded import bounded
+from torchrelay.options import (
+    CheckpointerOptions,
+    Verify,
+    checked_options,
+    checked_verify,
+)
 from torchrelay.owner import Owner, close_at_exit
 from torchrelay.pending import Pending
 from torchrelay.progress import ProgressCallback
 from torchrelay.record.schema import Record
 from torchrelay.results import Loaded, Report
-from torchrelay.shares.layout import FILE_BYTES
 from torchrelay.sources.places import StoreSource
 from torchrelay.steps import check_step
 from torchrelay.stores.locate import open_store
@@ -50,7 +54,7 @@ class Checkpointer:
     """Steps of a job's state in a directory or a bucket (`s3://`, `gs://`, `az://`).
 
     Ranks of `group` (by default all, where torch.distributed is initialized) save one state
-    together: each makes the same calls in the same order. Without a group, or with `group=False`,
+    together: each makes the same calls in the same order. Without a group, or with `no_dist=True`,
     the process works alone.
 
     - `keep`: which steps to retain; a number means that many of the newest. Rank 0 removes older
@@ -58,13 +62,7 @@ class Checkpointer:
     - `timeout` bounds each call, and an asynchronous save to its commit.
     - `keeper`: holds the states of `stage` in memory, between those that are saved. `save_async`
       stages there, too, so that a step outlives this process before it is written.
-    - `memory_budget` bounds the staged copy of `save_async` in bytes; by default it is one copy.
-    - `stage_on`: where `save_async` copies a state to while the caller waits. "device": GPU tensors
-      to a copy in GPU memory, which stays there for the next save; "host": to host memory; "auto":
-      to the device if the copy fits next to what training has used at its peak.
-    - `file_bytes`: the size at which tensors go to another data file; None: any size.
-    - `signals`: the signals that `reached_preemption` reacts to.
-    - `read_only`: clean nothing up at the start, and refuse to save or delete.
+    - `options`: the rare ones, as `tr.options.CheckpointerOptions`.
 
     A context manager; `close` ends the writer process and frees the staged memory.
     """
@@ -73,32 +71,30 @@ class Checkpointer:
         self,
         root: str | os.PathLike[str],
         *,
-        group: Any = None,
         keep: Keep | int | None = None,
-        timeout: Timeout = 1800.0,
         keeper: Keeper | None = None,
-        memory_budget: int | None = None,
-        stage_on: Literal["auto", "host", "device"] = "auto",
-        file_bytes: int | None = FILE_BYTES,
-        signals: Sequence[signal.Signals] = (signal.SIGTERM,),
-        read_only: bool = False,
+        timeout: Timeout = 1800.0,
+        group: Any = None,
+        no_dist: bool = False,
+        options: CheckpointerOptions | None = None,
     ) -> None:
-        self._ranks = Coordinator.of(group, "Checkpointer", str(root))
+        self._ranks = Coordinator.of(group, "Checkpointer", str(root), no_dist=no_dist)
         with self._ranks.joining():
             self._timeout = seconds_of(timeout)
-            _check_arguments(keeper, memory_budget, stage_on, file_bytes)
+            given: CheckpointerOptions = checked_options(options, CheckpointerOptions)
+            _check_arguments(keeper, given)
             self._owner = Owner("Checkpointer")
             self._keeper = keeper
             self._store: Store = open_store(root, timeout=self._timeout)
             self._catalog = StepCatalog(self._store, policy(keep))
             fitting = _fitting(keeper, self._ranks)
-            writer = ShareWriter(self._store, memory_budget, stage_on, fitting)
-            self._saver = Saver(self._ranks, self._catalog, writer, file_bytes)
-            self._preemption = Preemption(self._ranks, signals, self._timeout)
+            writer = ShareWriter(self._store, given.memory_budget, given.stage_on, fitting)
+            self._saver = Saver(self._ranks, self._catalog, writer, given.file_bytes)
+            self._preemption = Preemption(self._ranks, given.signals, self._timeout)
             self._closed = False
             self._calls = threading.RLock()
-            self._read_only = read_only
-            if self._ranks.coordinates and not read_only:
+            self._read_only = given.read_only
+            if self._ranks.coordinates and not given.read_only:
                 self._bounded("clean up", self._catalog.clean)
             close_at_exit(self)
 
@@ -128,7 +124,7 @@ class Checkpointer:
         timeout: Timeout | None = None,
         progress: ProgressCallback | None = None,
     ) -> Report:
-        """Write a state; returns when the step is committed on the medium.
+        """All ranks call it together: write a state; returns when the step is committed.
 
         A step is never overwritten unless `overwrite=True`, which writes a new one and exchanges
         them. If any rank fails, every rank raises, with the rank and file at fault, and nothing of
@@ -150,7 +146,7 @@ class Checkpointer:
         on_error: Literal["raise", "warn"] = "raise",
         progress: ProgressCallback | None = None,
     ) -> Pending:
-        """Stage a state and return; another process writes it.
+        """All ranks call it together: stage a state and return; another process writes it.
 
         The state may change as soon as this returns. `on_busy`: whether to wait or to skip this
         save while another one is being written. `on_error`: a failure that no caller has seen in
@@ -178,15 +174,18 @@ class Checkpointer:
         return Save(step, overwrite, call, deadline, progress, numbers)
 
     def stage(self, step: int, state: object, *, timeout: Timeout | None = None) -> Pending:
-        """Keep a state in the memory of the keeper, and write nothing: see `Keeper.stage`."""
+        """All ranks call it together: stage a state in the keeper, and write nothing.
+
+        See `Keeper.stage`."""
         if self._keeper is None:
             raise UsageError("stage needs a keeper: Checkpointer(..., keeper=tr.Keeper(job))")
         return self._keeper.stage(step, state, timeout=timeout)
 
     def prepare(self, state: object) -> int:
-        """Allocate and touch the memory that `save_async` of such a state needs, and start the
-        writer process, so that the first save is as short as the later ones. Returns the bytes
-        that this rank will write. All ranks call it together."""
+        """All ranks call it together: have memory and process ready for `save_async`.
+
+        The first save is then as short as the later ones. Returns the bytes that this rank will
+        write."""
         with self._exclusive(writes=True):
             return self._saver.prepare(self._deadline(None), state)
 
@@ -197,15 +196,15 @@ class Checkpointer:
             self._saver.pending.result(timeout)
 
     def reached_preemption(self, step: int) -> bool:
-        """True if the job was asked to stop: save the state, and end the loop.
+        """All ranks call it once for each step: True if the job was asked to stop.
 
-        All ranks call it once for each step, with the same steps. A signal (`signals=`, SIGTERM by
-        default) to any rank makes it return True on all ranks from the same step on, a step or two
-        after they have learned of it, which takes a second at most. It waits for no other rank,
-        and uses the group's store at most once a second until then. Once a rank was asked to stop
-        it waits for the store: `StorageTimeoutError` if that does not answer within `timeout`, or
-        `CheckpointError` if it is lost. The other ranks may stop at that step, so do not train
-        another one: call it again for the same step, or end the job.
+        Then save the state, and end the loop. Ranks name the same steps. A signal (SIGTERM, or
+        those of `options.signals`) to any rank makes it return True on all ranks from the same step
+        on, a step or two after they have learned of it, which takes a second at most. It waits for
+        no other rank, and uses the group's store at most once a second until then. Once a rank was
+        asked to stop it waits for the store: `StorageTimeoutError` if that does not answer within
+        `timeout`, or `CheckpointError` if it is lost. The other ranks may stop at that step, so do
+        not train another one: call it again for the same step, or end the job.
 
         From its first call on, the signal does nothing else. `close` restores its former effect.
         """
@@ -226,16 +225,16 @@ class Checkpointer:
         into: object = None,
         *,
         step: int | None = None,
-        strict: bool = True,
         key: str | None = None,
         include: str | Iterable[str] = (),
-        verify: bool = True,
+        strict: bool = True,
+        verify: Verify = True,
         atomic: bool = True,
         device: torch.device | str | None = None,
         timeout: Timeout | None = None,
         progress: ProgressCallback | None = None,
     ) -> Loaded:
-        """Read a step: into the caller's tensors, or as a new state (`into=None`).
+        """All ranks call it together: read a step, into the caller's tensors or as a new state.
 
         Without `step` it is the newest that verifies: a damaged one is skipped with a warning.
         Distributed tensors are resharded for the mesh and placements of `into`, whatever they were
@@ -244,9 +243,10 @@ class Checkpointer:
         `key` selects a subtree ("model"): `into` and the returned state are what is below it.
         `include` has patterns of dotted paths ("*.weight"), below `key` if that is given.
 
-        With `atomic`, every digest is checked before anything is written, so `into` is old or
-        new. `atomic=False` reads once instead of twice and raises `TornStateError` if it cannot
-        finish. `verify=False` checks no digests.
+        `atomic=True` reads a local step twice: first to check every digest, then to write into the
+        caller's tensors, without memory for a second copy. So `into` is old or new. `atomic=False`
+        reads once and raises `TornStateError` if it cannot finish. `verify` is described in
+        `torchrelay.options`.
         """
         request = LoadRequest(
             into,
@@ -254,7 +254,7 @@ class Checkpointer:
             strict=strict,
             key=key,
             include=include,
-            verify=verify,
+            verify=bool(checked_verify(verify)),
             atomic=atomic,
             device=device,
             progress=progress,
@@ -270,7 +270,7 @@ class Checkpointer:
         key: str | None = None,
         include: str | Iterable[str] = (),
         strict: bool = True,
-        verify: bool = True,
+        verify: Verify = True,
         atomic: bool = True,
         timeout: Timeout | None = None,
         progress: ProgressCallback | None = None,
@@ -287,7 +287,7 @@ class Checkpointer:
             key=key,
             include=include,
             strict=strict,
-            verify=verify,
+            verify=bool(checked_verify(verify)),
             atomic=atomic,
             progress=progress,
         )
@@ -386,10 +386,10 @@ class Checkpointer:
         self._bounded("delete", partial(self._catalog.delete, step))
 
     def rollback(self, step: int, *, timeout: Timeout | None = None) -> list[int]:
-        """Delete every step above `step`, so that the run resumes from there; returns them.
+        """All ranks call it together: delete every step above `step`; returns them.
 
-        Each is deleted as a whole before the next, the newest first, so a rollback that is
-        interrupted is one to a later step: call it again. All ranks call it together.
+        The run resumes from there. Each is deleted as a whole before the next, the newest first, so
+        a rollback that is interrupted is one to a later step: call it again.
         """
         with self._exclusive(writes=True):
             step = check_step(step)
@@ -413,7 +413,7 @@ class Checkpointer:
 
     def _check_writable(self) -> None:
         if self._read_only:
-            raise UsageError("this checkpointer is read-only: make one without read_only=True")
+            raise UsageError("this checkpointer is read-only: make one without options.read_only")
 
     def _deadline(self, timeout: Timeout | None) -> Deadline:
         return Deadline(self._timeout if timeout is None else timeout)
@@ -468,14 +468,13 @@ def _fitting(keeper: Keeper | None, ranks: Coordinator) -> Keeper | None:
     return keeper if stages_for(keeper, ranks.rank, ranks.world) else None
 
 
-def _check_arguments(
-    keeper: object, memory_budget: int | None, stage_on: str, file_bytes: int | None
-) -> None:
+def _check_arguments(keeper: object, given: CheckpointerOptions) -> None:
+    memory_budget, file_bytes = given.memory_budget, given.file_bytes
     if keeper is not None and not callable(getattr(keeper, "stage", None)):
         raise UsageError(f"keeper is a Keeper, as tr.Keeper(job) makes it, not {keeper!r}")
     if memory_budget is not None and memory_budget < MIN_BUDGET:
         raise UsageError(f"memory_budget is at least {MIN_BUDGET} bytes, not {memory_budget}")
-    _check_choice("stage_on", stage_on, ("auto", "host", "device"))
+    _check_choice("stage_on", given.stage_on, ("auto", "host", "device"))
     if file_bytes is not None and file_bytes < 1:
         raise UsageError(f"file_bytes is a positive number or None, not {file_bytes}")
 

@@ -56,10 +56,10 @@ class Coordinator:
             self.channel = _channel(group, store, purpose, name or str(self._number), subject)
 
     @classmethod
-    def of(cls, group: Any, purpose: str, name: str = "") -> Coordinator:
+    def of(cls, group: Any, purpose: str, name: str = "", *, no_dist: bool = False) -> Coordinator:
         """Of the ranks that a caller names: by default all, where torch.distributed is initialized;
-        `False` is this process alone."""
-        return cls(default_group(group), purpose, name)
+        with `no_dist` this process alone."""
+        return cls(default_group(group, no_dist=no_dist), purpose, name)
 
     @property
     def coordinates(self) -> bool:

@@ -34,12 +34,14 @@ def init_process_group(backend: str | None = None, *, timeout: Timeout | None = 
     dist.init_process_group(backend, **options)
 
 
-def default_group(group: Any) -> Any:
+def default_group(group: Any, *, no_dist: bool = False) -> Any:
     """The group that a caller names: by default the one of all ranks, if torch.distributed is
-    initialized; None for a process alone (`False`)."""
-    if group is None and dist.is_available() and dist.is_initialized():
+    initialized; None for a process alone, without one or with `no_dist`."""
+    if no_dist and group is not None:
+        raise UsageError("no_dist=True is for this process alone: leave group= out")
+    if not no_dist and group is None and dist.is_available() and dist.is_initialized():
         return dist.group.WORLD
-    return None if group is False else group
+    return group
 
 
 def check_group(group: Any) -> None:

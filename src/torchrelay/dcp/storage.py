@@ -48,11 +48,12 @@ from torchrelay.errors import (
 from torchrelay.landing.commit.landing import TORN
 from torchrelay.memory.bounded import bounded
 from torchrelay.memory.writable import READ_ONLY, ReadOnlyMemory
+from torchrelay.options import FILE_BYTES
 from torchrelay.plan.region import Region, Stream
 from torchrelay.record.encoding import encode
 from torchrelay.record.schema import ObjectBytes, Record
 from torchrelay.shares.commit_record import commit_record, decode_shares
-from torchrelay.shares.layout import FILE_BYTES, arrange
+from torchrelay.shares.layout import arrange
 from torchrelay.shares.share import Share
 from torchrelay.shares.step_draft import StepDraft
 from torchrelay.steps import check_step

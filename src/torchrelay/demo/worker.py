@@ -109,7 +109,10 @@ class KeptSteps:
         self._plan = plan
         address = plan.site(post.host).address
         self.keeper = tr.Keeper(
-            f"{plan.job}@{post.host}", address=address, timeout=plan.patience, lease=60.0
+            f"{plan.job}@{post.host}",
+            address=address,
+            timeout=plan.patience,
+            options=tr.options.KeeperOptions(lease_seconds=60.0),
         )
         self._checkpointer = tr.Checkpointer(
             f"{plan.folder}/steps", keep=tr.KeepLast(2), keeper=self.keeper, timeout=plan.patience

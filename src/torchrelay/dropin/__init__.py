@@ -21,7 +21,14 @@ if TYPE_CHECKING:
         _timeit,
     )
     from torchrelay.dropin.checkpointer import TorchCheckpointer as Checkpointer
+    from torchrelay.dropin.conversion import convert
     from torchrelay.dropin.pg_transport import PGTransport
+    from torchrelay.dropin.stock_dcp import (
+        read_stock,
+        read_torch_save,
+        write_stock,
+        write_torch_save,
+    )
 
 __all__ = [
     "Checkpointer",
@@ -34,11 +41,21 @@ __all__ = [
     "_prepare_state_dict",
     "_prepare_tensor",
     "_timeit",
+    "convert",
+    "read_stock",
+    "read_torch_save",
+    "write_stock",
+    "write_torch_save",
 ]
 
 _HOMES = {
     "Checkpointer": ("checkpointer", "TorchCheckpointer"),
     "PGTransport": ("pg_transport", "PGTransport"),
+    "convert": ("conversion", "convert"),
+    "read_stock": ("stock_dcp", "read_stock"),
+    "read_torch_save": ("stock_dcp", "read_torch_save"),
+    "write_stock": ("stock_dcp", "write_stock"),
+    "write_torch_save": ("stock_dcp", "write_torch_save"),
 }
 
 

@@ -110,11 +110,11 @@ class PGTransport:
         options = ReceiveOptions(into, landing=landing)
         call = TransferCall(Deadline(max(deadline.left(), 0.001)))
         got = self._relay.receive([src_rank], options, call)
-        if got.report.missing or got.report.extra:
+        if got.report.unexpected_keys or got.report.missing_keys:
             logger.warning(
                 "checkpoint and destination differ: created %s, left as they were %s",
-                list(got.report.missing),
-                list(got.report.extra),
+                list(got.report.unexpected_keys),
+                list(got.report.missing_keys),
             )
         return got.state
 

@@ -13,8 +13,8 @@ from torchrelay.endpoint.publish.device_slots import check_choice
 from torchrelay.endpoint.publish.publisher import Publisher
 from torchrelay.endpoint.publish.server_process import ServerProcess
 from torchrelay.endpoint.server import messages as m
-from torchrelay.endpoint.server.messages import CONNECTIONS, HOLD_SECONDS, STALL_SECONDS
 from torchrelay.errors import RelayError, UsageError
+from torchrelay.options import ServeOptions, checked_options
 from torchrelay.owner import close_at_exit
 from torchrelay.pending import Pending
 from torchrelay.sources.access import Access
@@ -41,11 +41,11 @@ class Endpoint:
         timeout: Timeout | None = None,
         stage_on: Literal["auto", "host", "device"] = "auto",
     ) -> Pending:
-        """Copy a state and return; another process shows it to readers.
+        """All ranks call it together: copy a state and return; another process shows it.
 
         The state may change as soon as this returns. Readers of the step before continue with it.
         Where some still read the one before that, the publish is skipped and `Pending.skipped`
-        says why. All ranks of a group call it together.
+        says why.
 
         `stage_on`: "device" copies a state that is on one GPU to other memory of that GPU, within
         milliseconds; two copies are kept there. Processes of this host read it there (CUDA IPC);
@@ -79,46 +79,50 @@ def serve(
     *,
     step: int,
     address: str = "127.0.0.1:0",
+    encoding: Encoding | None = None,
+    timeout: Timeout = 300.0,
     access: Access | None = None,
     group: Any = None,
-    timeout: Timeout = 300.0,
-    hold: float = HOLD_SECONDS,
-    stall: float = STALL_SECONDS,
-    connections: int = CONNECTIONS,
-    encoding: Encoding | None = None,
+    no_dist: bool = False,
+    options: ServeOptions | None = None,
 ) -> Endpoint:
-    """Serve a live state over HTTP, and return when its first step is staged.
+    """All ranks call it together: serve a live state over HTTP.
+
+    Returns when its first step is staged.
 
     - `address`: HOST:PORT; port 0 takes a free one. Other addresses than loopback need a token.
+    - `encoding`: how steps are kept and sent (`torchrelay.weights.Encoding`).
+    - `timeout` bounds each call.
     - `access`: the token that readers have to send, and the certificate to serve TLS with. Without
       a token, only processes of this user on this machine may read.
     - `group`: ranks that serve one state together, each its part; by default all ranks, where
-      torch.distributed is initialized. `False`: this process alone.
-    - `timeout` bounds each call.
-    - `hold`: seconds that a step which is no longer the newest is kept for its readers.
-    - `stall`: a reader that takes no bytes, or sends no request, for this many seconds is dropped.
-    - `connections`: how many may be open at once.
-    - `encoding`: how steps are kept and sent (`torchrelay.endpoint.Encoding`).
+      torch.distributed is initialized. `no_dist`: this process alone.
+    - `options`: the rare ones, as `tr.options.ServeOptions`.
 
     A context manager; `close` ends the server process and frees the memory.
     """
     needs_linux("serve")
-    ranks = Coordinator.of(group, "endpoint")
+    ranks = Coordinator.of(group, "endpoint", no_dist=no_dist)
     with ranks.joining():
         seconds = seconds_of(timeout)
+        given: ServeOptions = checked_options(options, ServeOptions)
         place, access = Address.parse(address), access or Access()
         place.check(access.secret())
-        for name, value in (("hold", hold), ("stall", stall)):
+        for name, value in (
+            ("hold_seconds", given.hold_seconds),
+            ("stall_seconds", given.stall_seconds),
+        ):
             if not 0 < value < 1e6:
                 raise UsageError(f"{name} must be a positive number of seconds, not {value!r}")
-        if connections < 1:
-            raise UsageError(f"connections must be a positive number, not {connections!r}")
+        if given.connections < 1:
+            raise UsageError(f"connections must be a positive number, not {given.connections!r}")
         if not isinstance(encoding, (Encoding, type(None))):
             raise UsageError(f"encoding is an Encoding, not {type(encoding).__name__}")
         encoding = encoding or Encoding()
         # Ranks of one host cannot share a port: the first has it, the others take free ones.
         listen = m.Listen.at(place.host, place.port if ranks.coordinates else 0, access)
-        listen.hold, listen.stall, listen.connections = hold, stall, connections
+        listen.hold, listen.stall = given.hold_seconds, given.stall_seconds
+        listen.connections = given.connections
         listen.history = encoding.history
         server = ServerProcess(listen)
         server.start(seconds)

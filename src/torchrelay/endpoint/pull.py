@@ -8,17 +8,19 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Iterable
 from dataclasses import replace
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torchrelay.coordination.coordinator import Coordinator
 from torchrelay.deadlines import Deadline, Timeout
-from torchrelay.endpoint.pull_options import PullOptions, check_options, load_request, wants_gpu
+from torchrelay.endpoint.gpu_destination import wants_gpu
 from torchrelay.endpoint.reshare.swarm import SeedingSource
 from torchrelay.errors import RelayError, StorageTimeoutError, TransferTimeoutError, UsageError
-from torchrelay.loading.loader import Loader
+from torchrelay.loading.loader import Loader, LoadRequest
 from torchrelay.memory.pool import Pool, Pooled
+from torchrelay.options import PullOptions, checked_options, checked_verify
 from torchrelay.results import Loaded
 from torchrelay.sources.access import Access
 from torchrelay.sources.device_source import DeviceSource
@@ -27,9 +29,6 @@ from torchrelay.sources.places import Place, as_source
 from torchrelay.sources.seam import Source
 from torchrelay.steps import check_step
 from torchrelay.system import needs_linux
-
-if TYPE_CHECKING:
-    from typing_extensions import Unpack
 
 LOOK_SECONDS = 1.0  # between two looks for a newer step
 POOL_SECONDS = 60.0  # that memory of earlier pulls is kept for another
@@ -68,58 +67,66 @@ class NewerSteps:
 
 def pull(
     source: Place,
-    *,
     into: object = None,
+    *,
     step: int | None = None,
-    newer_than: int | None = None,
+    key: str | None = None,
+    include: str | Iterable[str] = (),
+    timeout: Timeout = 300.0,
     access: Access | None = None,
     group: Any = None,
-    same_host: bool = True,
-    reshare: bool = False,
-    timeout: Timeout = 300.0,
-    **landing: Unpack[PullOptions],
+    no_dist: bool = False,
+    options: PullOptions | None = None,
 ) -> Loaded:
-    """Read a state from an endpoint, from several that have the same step, or from another source.
+    """All ranks call it together: read a state from an endpoint, or from another source.
 
-    - `source`: a URL or several; also whatever `recover` takes as a source.
+    - `source`: a URL, or several that have the same step; also whatever `recover` takes.
     - `into`: a state of tensors and objects that takes the values, of any layout or mesh; `None`
       makes new tensors.
-    - `step`: this one, or `StepNotFoundError`; `newer_than`: waits for a higher one than this.
+    - `step`: this one, or `StepNotFoundError`.
+    - `key`, `include`: the state below a key, and patterns of dotted paths, as for `load`.
+    - `timeout` bounds the call.
     - `access`: the token of the endpoints, and the certificates that theirs are signed by.
     - `group`: ranks that pull one step together, each its part of `into`: all of them land it, or
-      none. By default all ranks, where torch.distributed is initialized. `False`: this process
+      none. By default all ranks, where torch.distributed is initialized. `no_dist`: this process
       alone.
-    - `same_host`: whether memory of an endpoint of this host and this user is mapped in place of
-      reading it over TCP.
-    - `reshare`: serve what has arrived while the rest does, and take from others who do so too. The
-      whole step is read, into memory of its own, which new tensors keep; `seed` of the result
-      serves it afterwards. From https it needs `Access(certfile=, keyfile=)`: a certificate that
-      names the address of this host, and that others trust.
-    - `landing`: `strict`, `key`, `include`, `atomic`, `device`, `verify`, `progress`, as
-      `PullOptions` describes them.
+    - `options`: the rare ones, as `tr.options.PullOptions`.
     """
-    check_options(landing)
+    given: PullOptions = checked_options(options, PullOptions)
+    newer_than, same_host, progress = given.newer_than, given.same_host, given.progress
+    verify = checked_verify(given.verify) == "all"  # also what is mapped on this host
     step, newer_than = (None if one is None else check_step(one) for one in (step, newer_than))
     if step is not None and newer_than is not None:
-        raise UsageError("give step= or newer_than=, not both")
-    verify = bool(landing.get("verify"))
-    origin = as_source(source, access, same_host=same_host and not reshare, verify=verify)
+        raise UsageError("give step= or options.newer_than, not both")
+    mapped = same_host and not given.reshare
+    origin = as_source(source, access, same_host=mapped, verify=verify)
     deadline = Deadline(timeout)
-    ranks = Coordinator.of(group, "pull", "function")
+    ranks = Coordinator.of(group, "pull", "function", no_dist=no_dist)
     chosen: Source = origin
     seeding = newer = on_device = None
-    on_gpu = same_host and wants_gpu(into, landing)
-    if reshare:
+    on_gpu = same_host and wants_gpu(into, given.device)
+    if given.reshare:
         needs_linux("pull(reshare=True)")
         if not isinstance(origin, EndpointSource):
             raise UsageError(f"reshare=True is for endpoints and live ranks, not {origin.name}")
         # The progress is that of what is fetched, not of what is landed from there.
-        chosen = seeding = SeedingSource(origin, landing.pop("progress", None))
+        chosen = seeding = SeedingSource(origin, progress)
+        progress = None
     elif on_gpu and isinstance(origin, EndpointSource) and origin.lends_gpus:
         chosen = on_device = DeviceSource(origin, step=step, verify=verify)
     if newer_than is not None:
         chosen = newer = NewerSteps(chosen, newer_than)
-    request = load_request(into, step, landing)
+    request = LoadRequest(
+        into,
+        step,
+        strict=given.strict,
+        key=key,
+        include=include,
+        verify=bool(given.verify),
+        atomic=given.atomic,
+        device=given.device,
+        progress=progress,
+    )
     loader = Loader(chosen, ranks, Pooled(_pool(os.getpid())))
     reason, nbytes = "it was interrupted", 0
     with ranks.measured("pull", step) as measured:
@@ -137,10 +144,10 @@ def pull(
             reason = "it took too long"
             if newer is not None and newer.waits:
                 raise newer.in_vain(deadline) from fault
-            given = sum(origin.supplied.values()) if isinstance(origin, EndpointSource) else 0
+            received = sum(origin.supplied.values()) if isinstance(origin, EndpointSource) else 0
             raise TransferTimeoutError(
-                f"{origin.name} did not give the state in {deadline.seconds:g} s; it gave {given} "
-                "bytes. Give a longer timeout",
+                f"{origin.name} did not give the state in {deadline.seconds:g} s; it gave "
+                f"{received} bytes. Give a longer timeout",
                 step=step,
                 phase="data",
             ) from fault

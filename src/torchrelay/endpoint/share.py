@@ -27,7 +27,7 @@ class SharedState:
         address = f"[{host}]:0" if ":" in host else f"{host}:0"
         access = Access(token=token)
         self._endpoint: Endpoint = serve(
-            state, step=step, address=address, access=access, group=False, timeout=timeout
+            state, step=step, address=address, access=access, no_dist=True, timeout=timeout
         )
         try:
             self._notes.put(self._rank, SharedAt(self._endpoint.url, token))

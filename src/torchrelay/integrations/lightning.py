@@ -49,13 +49,13 @@ Where = str | os.PathLike[str]
 class StepLinks:
     """Checkpoints as links to steps: saved in the background, removed when no save is under way.
 
-    One for each process. With a group, all ranks save and load together, and rank 0 has the links.
+    One for each process. Without `no_dist` all ranks save and load together; rank 0 has the links.
     """
 
     def __init__(
-        self, group: Any, on_error: Literal["raise", "warn"], options: dict[str, Any]
+        self, no_dist: bool, on_error: Literal["raise", "warn"], options: dict[str, Any]
     ) -> None:
-        self._group, self._on_error, self._options = group, on_error, options
+        self._no_dist, self._on_error, self._options = no_dist, on_error, options
         # Longer than a save, which has its own deadline.
         self._seconds = seconds_of(options.get("timeout", 1800.0)) + 60.0
         self._roots: dict[Path, Checkpointer] = {}
@@ -71,7 +71,7 @@ class StepLinks:
     def save(self, state: object, path: Where, step: int, *, links: bool) -> None:
         link = _local(path)
         # In a round: rank 0 alone has the links, and all ranks stop if one cannot be made.
-        ranks = Coordinator.of(self._group, "links", str(link.parent))
+        ranks = Coordinator.of(None, "links", str(link.parent), no_dist=self._no_dist)
         ranks.call("links").together("begin", self.settle, Deadline(self._seconds))
         begun = time.monotonic()
         self._pending = self._root(link.parent).save_async(
@@ -160,7 +160,7 @@ class StepLinks:
     def _root(self, folder: Path) -> Checkpointer:
         folder = folder.resolve()
         if folder not in self._roots:
-            self._roots[folder] = Checkpointer(folder, group=self._group, **self._options)
+            self._roots[folder] = Checkpointer(folder, no_dist=self._no_dist, **self._options)
         return self._roots[folder]
 
 
@@ -173,7 +173,7 @@ class RelayCheckpointIO(CheckpointIO):  # type: ignore[misc, unused-ignore]
     """
 
     def __init__(self, *, on_error: Literal["raise", "warn"] = "raise", **options: Any) -> None:
-        self.links = StepLinks(False, on_error, options)
+        self.links = StepLinks(True, on_error, options)
 
     def save_checkpoint(
         self, checkpoint: Checkpoint, path: Where, storage_options: Any = None
@@ -206,7 +206,7 @@ class RelayStrategy(ModelParallelStrategy):  # type: ignore[misc, unused-ignore]
         **options: Any,
     ) -> None:
         super().__init__(*sizes, save_distributed_checkpoint=True, **options)
-        self.links = StepLinks(None, on_error, checkpoints or {})
+        self.links = StepLinks(False, on_error, checkpoints or {})
 
     def _objects(self) -> Checkpoint:
         return {"model": self.model, "optimizers": list(self.optimizers)}

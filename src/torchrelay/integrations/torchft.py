@@ -15,6 +15,7 @@ from torchft.checkpointing.transport import CheckpointTransport
 
 from torchrelay.coordination.groups import current_group
 from torchrelay.errors import PeerLostError
+from torchrelay.options import Verify
 from torchrelay.relay import Relay
 from torchrelay.transports.meeting.directory import Directory, identity_from_text
 from torchrelay.transports.meeting.node import Meeting, Node
@@ -44,7 +45,7 @@ class RelayTransport(CheckpointTransport[T], Generic[T]):  # type: ignore[misc, 
 
     `state_dict`, if given, is called to get the state that is received into, in place. `device` is
     where tensors without an in-place destination are placed. `verify` is as for `Relay`, and the
-    sender's counts: None compares digests of bytes that cross a wire, True also of bytes that are
+    sender's counts: True compares digests of bytes that cross a wire, "all" also of bytes that are
     read from the memory of a process of the same machine, False of none.
     """
 
@@ -55,7 +56,7 @@ class RelayTransport(CheckpointTransport[T], Generic[T]):  # type: ignore[misc, 
         device: torch.device | str = "cpu",
         state_dict: Callable[[], T] | None = None,
         *,
-        verify: bool | None = None,
+        verify: Verify = True,
     ) -> None:
         self._device = torch.device(device)
         self._state_dict = state_dict

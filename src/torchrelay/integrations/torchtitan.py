@@ -22,6 +22,7 @@ from torchrelay.errors import MismatchError, UsageError
 from torchrelay.integrations.extras import extra
 from torchrelay.integrations.random_state import RandomState, set_at_first_forward
 from torchrelay.integrations.resume import newest_step
+from torchrelay.options import CheckpointerOptions
 from torchrelay.pending import Pending
 from torchrelay.stores.locate import split_step
 
@@ -103,8 +104,7 @@ class RelayCheckpointManager(BaseCheckpointManager):  # type: ignore[misc, unuse
             self.folder,
             keep=config.keep_latest_k or None,
             timeout=config.timeout,
-            stage_on=config.stage_on,
-            read_only=config.load_only,
+            options=CheckpointerOptions(stage_on=config.stage_on, read_only=config.load_only),
         )
         self.stalls: list[float] = []
 
@@ -178,7 +178,9 @@ class RelayCheckpointManager(BaseCheckpointManager):  # type: ignore[misc, unuse
                 raise UsageError(
                     f"initial_load_path is {path}: name a step, as in /runs/a/checkpoint/step-100"
                 )
-            with Checkpointer(root, timeout=config.timeout, read_only=True) as other:
+            with Checkpointer(
+                root, timeout=config.timeout, options=CheckpointerOptions(read_only=True)
+            ) as other:
                 self._load_step(other, step, config.initial_load_model_only)
         return True
 

@@ -24,6 +24,7 @@ from torchrelay.integrations.extras import extra
 from torchrelay.integrations.pretrained import is_pretrained, write_pretrained
 from torchrelay.integrations.random_state import RandomState
 from torchrelay.integrations.resume import best_step, step_to_resume
+from torchrelay.options import CheckpointerOptions
 
 with extra("transformers"):
     import torch
@@ -108,7 +109,12 @@ class RelayCallback(TrainerCallback):  # type: ignore[misc, unused-ignore]
         """Write the model of a step (the newest, by default) to a new directory, as its
         `from_pretrained` opens it: of a PEFT model the adapters. One process does it."""
         model = self._model
-        with Checkpointer(self._root, group=False, read_only=True, timeout=self._timeout) as steps:
+        with Checkpointer(
+            self._root,
+            no_dist=True,
+            timeout=self._timeout,
+            options=CheckpointerOptions(read_only=True),
+        ) as steps:
             if is_pretrained(model):
                 weights = steps.load(step=step, key="model", device="cpu").state
                 write_pretrained(model, weights, target)

@@ -21,6 +21,7 @@ from torchrelay.deadlines import Timeout, seconds_of
 from torchrelay.endpoint.front import Endpoint, serve
 from torchrelay.endpoint.pull import pull
 from torchrelay.errors import EndpointError, MismatchError, StepMismatchError, UsageError
+from torchrelay.options import PullOptions
 from torchrelay.sources.access import Access
 from torchrelay.sources.places import Place
 from torchrelay.state import tensors as t
@@ -45,7 +46,7 @@ class WeightReader:
     """Reads versions from one source: URLs of endpoints, a `Checkpointer`, a directory or a bucket.
 
     `key` names the subtree that holds the weights; None: the state is the weights. Ranks of `group`
-    read the same step, all of them or none; `False`: this process alone.
+    read the same step, all of them or none; `no_dist`: this process alone.
     """
 
     def __init__(
@@ -55,9 +56,11 @@ class WeightReader:
         key: str | None = "model",
         access: Access | None = None,
         group: Any = None,
+        no_dist: bool = False,
         timeout: Timeout = 300.0,
     ) -> None:
-        self._source, self._key, self._access, self._group = source, key, access, group
+        self._source, self._key, self._access = source, key, access
+        self._ranks: dict[str, Any] = {"group": group, "no_dist": no_dist}
         self.timeout = seconds_of(timeout)
 
     def read(self, *, step: int | None = None, newer_than: int | None = None) -> Version:
@@ -69,13 +72,11 @@ class WeightReader:
         got = pull(
             self._source,
             step=step,
-            newer_than=newer_than,
             key=self._key,
             access=self._access,
-            group=self._group,
-            device="cpu",
-            verify=True,
+            **self._ranks,
             timeout=self.timeout,
+            options=PullOptions(newer_than=newer_than, device="cpu", verify="all"),
         )
         assert got.step is not None  # sources of `pull` number their states
         return Version(got.step, named_tensors(got.state, self._key))
@@ -119,7 +120,7 @@ class WeightOffers:
             step=0,
             address=place,
             access=Access(token=self._token),
-            group=False,
+            no_dist=True,
             timeout=self._timeout,
         )
 
@@ -144,14 +145,25 @@ class WeightOffers:
         self._endpoint.close()
 
 
-def read_offer(offer: WeightOffer, *, group: Any = None, timeout: Timeout = 600.0) -> Version:
+def read_offer(
+    offer: WeightOffer,
+    *,
+    group: Any = None,
+    no_dist: bool = False,
+    timeout: Timeout = 600.0,
+) -> Version:
     """Wait for the version of an offer and read all of it, verified.
 
     Ranks of `group` all have it, or all raise. Raises `StepMismatchError` if the trainer
     published a later version.
     """
     reader = WeightReader(
-        [offer.url], key=None, access=Access(token=offer.token), group=group, timeout=timeout
+        [offer.url],
+        key=None,
+        access=Access(token=offer.token),
+        group=group,
+        no_dist=no_dist,
+        timeout=timeout,
     )
     version = reader.read(newer_than=offer.version - 1)
     if version.step != offer.version:

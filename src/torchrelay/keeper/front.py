@@ -17,9 +17,10 @@ from torchrelay.endpoint.server import messages as m
 from torchrelay.errors import EndpointError, UsageError
 from torchrelay.keeper.process import ASK_SECONDS, KeeperName, KeeperProcess
 from torchrelay.keeper.server import messages as k
-from torchrelay.keeper.server.messages import LEASE_SECONDS, RATE, STEPS, JoinKeeper
+from torchrelay.keeper.server.messages import JoinKeeper
 from torchrelay.machine import machine
 from torchrelay.memory.arena import Arena
+from torchrelay.options import KeeperOptions, checked_options
 from torchrelay.owner import close_at_exit
 from torchrelay.pending import Pending
 from torchrelay.record.schema import Record
@@ -57,27 +58,21 @@ class Keeper:
     workers recover from it, whatever their number.
 
     Each user, job and host has one such process; the first worker that needs it starts it. It ends
-    when no worker has been connected for `lease` seconds, when `end` is called, or with the host.
-    Its memory is freed with it.
+    when no worker has been connected for `options.lease_seconds`, when `end` is called, or with the
+    host. Its memory is freed with it.
 
     - `job`: a name that the workers of a job share, now and when they are started again. Two runs
       with one name would share a keeper, and recover each other's steps. `JOB@HOST` names the
       keeper of another host than this machine, which is for tests.
     - `group`: the ranks that stage one state together; by default all, where torch.distributed is
-      initialized. `False`: this process alone.
-    - `memory`: most bytes that a keeper may use; None: unlimited. `stage` raises `UsageError`
-      unless two steps and, with copies, two copies fit.
-    - `steps`: most steps of its workers that a keeper holds. With 2, a step that is staged while
-      its predecessor is copied is skipped, and `Pending.skipped` has the reason; with 4, none is.
-    - `copies`: number of other hosts that hold a copy of each host's part of a step.
-    - `rate`: most bytes per second at which a keeper fetches copies.
-    - `lease`: seconds that a keeper stays alive without a worker.
+      initialized. `no_dist`: this process alone.
     - `address`: HOST:0 at which keepers listen for each other and for workers of other hosts. On
       several machines use an address that the others can reach, such as 0.0.0.0:0.
     - `access`: the token that readers must send, and certificates: keepers serve TLS with
       `certfile`, and trust each other by `cafile`. Without a token the job creates one that only
       its ranks and keepers know.
     - `timeout` bounds each call.
+    - `options`: the rare ones, as `tr.options.KeeperOptions`.
 
     Ranks of a group make the same calls in the same order. `tr.recover` takes a keeper as a source.
     """
@@ -86,32 +81,37 @@ class Keeper:
         self,
         job: str,
         *,
-        group: Any = None,
-        memory: int | None = None,
-        steps: int = STEPS,
-        copies: int = 1,
-        rate: float = RATE,
-        lease: float = LEASE_SECONDS,
         address: str = "127.0.0.1:0",
-        access: Access | None = None,
         timeout: Timeout = 300.0,
+        access: Access | None = None,
+        group: Any = None,
+        no_dist: bool = False,
+        options: KeeperOptions | None = None,
     ) -> None:
         needs_linux("Keeper")
-        self._all = Coordinator.of(group, "keeper")
+        self._all = Coordinator.of(group, "keeper", no_dist=no_dist)
         with self._all.joining():
             self._timeout = seconds_of(timeout)
             self._name = KeeperName.of(job)
             self._access, place = access or Access(), Address.parse(address)
             listen = m.Listen.at(*place, self._access)
-            join = JoinKeeper(listen, memory, steps, copies, rate, lease)
-            given = join.listen.token is not None
+            given: KeeperOptions = checked_options(options, KeeperOptions)
+            join = JoinKeeper(
+                listen,
+                memory=given.memory_budget,
+                steps=given.steps,
+                copies=given.copies,
+                rate=given.copy_bytes_per_second,
+                lease=given.lease_seconds,
+            )
+            has_token = join.listen.token is not None
             self._server = KeeperProcess(self._name, join)
             self._server.start(self._timeout)
         self._publisher = Publisher(
             self._all, self._server, self._timeout, "Keeper", "make another of the same job"
         )
         try:
-            self._gather(given, place)
+            self._gather(has_token, place)
         except BaseException:
             self._server.process.close()
             raise
@@ -169,12 +169,12 @@ class Keeper:
         return self._server.joined.pid
 
     def stage(self, step: int, state: object, *, timeout: Timeout | None = None) -> Pending:
-        """Copy a state to the keeper's memory and return; the keeper hashes it and shows it.
+        """All ranks call it together: copy a state to the keeper's memory and return.
 
-        The state may change as soon as this returns. A step can be recovered when all ranks have
-        staged it; until then, and if that fails, the step before can. Where it would go over the
-        keeper's budget the step is skipped, and `Pending.skipped` says why. A keeper that was
-        lost is started again. Ranks of a group call it together.
+        The keeper hashes it and shows it. The state may change as soon as this returns. A step can
+        be recovered when all ranks have staged it; until then, and if that fails, the step before
+        can. Where it would go over the keeper's budget the step is skipped, and `Pending.skipped`
+        says why. A keeper that was lost is started again.
         """
         return self._publisher.publish(state, step, timeout)
 

@@ -150,8 +150,8 @@ class Loader:
                 dict(watch.seconds),
                 {name: Outcome(route="storage", bytes=load.nbytes)},
                 tuple([Attempt(name, number, why) for number, why in self._skipped.items()]),
-                tuple(landed.missing),
                 tuple(landed.extra),
+                tuple(landed.missing),
                 request.verify,
                 load.instead,
             )

@@ -6,14 +6,13 @@ import os
 import warnings
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
 
 from torchrelay.coordination.call import Call
 from torchrelay.coordination.coordinator import Coordinator
 from torchrelay.deadlines import Deadline, Stopwatch, Timeout, seconds_of
-from torchrelay.endpoint.pull_options import PullOptions, check_options, load_request
 from torchrelay.endpoint.reshare.swarm import SeedingSource, can_be_seeded
 from torchrelay.errors import (
     FormatError,
@@ -24,16 +23,14 @@ from torchrelay.errors import (
     TornStateError,
     UsageError,
 )
-from torchrelay.loading.loader import Loader
+from torchrelay.loading.loader import Loader, LoadRequest
 from torchrelay.memory import threads
+from torchrelay.options import RecoverOptions, checked_options, checked_verify
 from torchrelay.recovery.candidates import Candidates, ChosenStep
 from torchrelay.results import Loaded, Outcome, Report
 from torchrelay.sources.access import Access
 from torchrelay.sources.places import Place, as_source
 from torchrelay.steps import check_step
-
-if TYPE_CHECKING:
-    from typing_extensions import Unpack
 
 FIRST_START = "no source has a step: this is a first start"
 SHARE = 0.6  # of the time that is left, which an attempt may take where there are others
@@ -54,19 +51,21 @@ _said = msgspec.msgpack.Decoder(_Said)
 
 
 def recover(
-    *,
     sources: Sequence[Place],
     into: object = None,
+    *,
     min_step: int | None = None,
-    max_age: Timeout | None = None,
+    key: str | None = None,
+    include: str | Iterable[str] = (),
+    timeout: Timeout = 300.0,
     access: Access | None = None,
     group: Any = None,
-    reshare: bool = False,
-    timeout: Timeout = 300.0,
-    **landing: Unpack[PullOptions],
+    no_dist: bool = False,
+    options: RecoverOptions | None = None,
 ) -> Loaded | None:
-    """Bring a state back from the freshest source that verifies; None if this is a first start.
+    """All ranks call it together: bring a state back from the freshest source that verifies.
 
+    Returns None on every rank if this is a first start.
     All sources list their steps at the same time. The newest step is taken from the nearest source
     that has it: memory of this machine, then a network, a file system, a bucket; of several, the
     first argument. Chunks that a source cannot supply, or supplies damaged, come from others that
@@ -76,16 +75,14 @@ def recover(
     - `sources`: URLs of endpoints, directories, buckets, `Checkpointer`s, `Keeper`s, ranks that
       share their state (`Relay.peer`), or objects with the methods of a `Source`.
     - `into`: a state of tensors and objects that takes the values; `None` makes new tensors.
-    - `min_step`, `max_age` (seconds): refuse steps below or older.
+    - `min_step`: refuse steps below it.
+    - `key`, `include`: the state below a key, and patterns of dotted paths, as for `load`.
+    - `timeout` bounds the call.
     - `access`: the token of all endpoints, and the certificates that theirs are signed by.
     - `group`: ranks that recover together. All land the newest step that each of them can get, from
       any mix of sources, or none of them does. By default all ranks, where torch.distributed is
-      initialized. `False`: this process alone.
-    - `reshare`: ranks that take a step from an endpoint or a peer at the same time also feed each
-      other, so that the source sends about one copy. Each rank reads the whole step into additional
-      memory, and serves the others until all have it.
-    - `landing`: `strict`, `key`, `include`, `atomic`, `device`, `verify`, `progress`, as
-      `PullOptions` describes them.
+      initialized. `no_dist`: this process alone.
+    - `options`: the rare ones, as `tr.options.RecoverOptions`.
 
     It is a first start if every source answered and none has a step, on any rank; with `min_step`
     that is an error, too. Raises `RecoveryError` if sources have steps that cannot be used, or
@@ -94,18 +91,29 @@ def recover(
     source whose state does not fit `into` is skipped with a warning; `MismatchError` if no other
     fits. Each message has the reason for each source.
     """
-    check_options(landing)
+    given: RecoverOptions = checked_options(options, RecoverOptions)
+    landing = {
+        "key": key,
+        "include": include,
+        "strict": given.strict,
+        "verify": bool(checked_verify(given.verify)),
+        "atomic": given.atomic,
+        "device": given.device,
+        "progress": given.progress,
+    }
     if min_step is not None:
         min_step = check_step(min_step)
-    age = None if max_age is None else seconds_of(max_age, "max_age")
+    age = given.max_age_seconds
+    if age is not None:
+        age = seconds_of(age, "max_age_seconds")
     if isinstance(sources, (str, os.PathLike)) or not isinstance(sources, Iterable):
         raise UsageError(f"sources is a list of them, not {sources!r}: sources=[{sources!r}]")
-    verify = bool(landing.get("verify"))
-    found = [as_source(place, access, verify=verify) for place in sources]
+    every, same_host = given.verify == "all", given.same_host
+    found = [as_source(place, access, same_host=same_host, verify=every) for place in sources]
     if not found:
         raise UsageError("no source to recover from: give at least one in sources=[...]")
-    ranks = Coordinator.of(group, "recover", "function")
-    used = [SeedingSource(one) if reshare and can_be_seeded(one) else one for one in found]
+    ranks = Coordinator.of(group, "recover", "function", no_dist=no_dist)
+    used = [SeedingSource(one) if given.reshare and can_be_seeded(one) else one for one in found]
     recovery = _Recovery(Candidates(used, min_step, age), ranks, into, landing, Deadline(timeout))
     try:
         with ranks.measured("recover") as measured:
@@ -133,12 +141,12 @@ class _Recovery:
         candidates: Candidates,
         ranks: Coordinator,
         into: object,
-        landing: PullOptions,
+        landing: dict[str, Any],
         deadline: Deadline,
     ) -> None:
         self._candidates, self._all = candidates, ranks
         self._into, self._landing, self._deadline = into, landing, deadline
-        load_request(into, None, landing)  # bad arguments are refused before anything is asked
+        LoadRequest(into, **landing)  # bad arguments are refused before anything is asked
         self._watch = Stopwatch()
         self._torn: RelayError | None = None
         self._unknown: tuple[int, FormatError] | None = None  # the newest that could not be read
@@ -215,7 +223,7 @@ class _Recovery:
         attempt = Deadline(left * SHARE if self._candidates.several(step) else left)
         loader = Loader(ChosenStep(self._candidates, step), self._all)
         with self._watch("take"):
-            return loader.load(call, load_request(self._into, step, self._landing), attempt)
+            return loader.load(call, LoadRequest(self._into, step, **self._landing), attempt)
 
     def _recovered(self, step: int, loaded: Loaded) -> Loaded:
         found, spent = loaded.report, self._watch.seconds

@@ -14,12 +14,12 @@ from typing import NamedTuple
 import msgspec
 import numpy as np
 
+from torchrelay.options import FILE_BYTES
 from torchrelay.record.dtypes import itemsize
 from torchrelay.record.kinds import KindTable
 from torchrelay.record.schema import ImageKind, ObjectBytes, Record, VolumeRecord, column_of
 from torchrelay.stores.safetensors import METADATA, header
 
-FILE_BYTES = 1 << 30  # a group of tensors larger than this is split
 CHUNK_BYTES = (4 << 10, 1 << 20)  # the least, and what files of a usual size have
 CHUNKS = (1 << 8, 1 << 12)  # of a file: smaller chunks say better what is damaged, but are more
 TOP = re.compile(r"[A-Za-z][A-Za-z0-9_]{0,63}")

@@ -402,9 +402,8 @@ class EndpointSource:
         for url, why in self.faulty.items():
             peers[url] = Outcome("failed", why, bytes=supplied.get(url))
         reasons = {**self.instead, **(instead or {}), **loaded.report.instead}
-        report = replace(
-            loaded.report, peers=peers, verified=verify or not self.mapped, instead=reasons
-        )
+        verified = loaded.report.verified and (verify or not self.mapped)
+        report = replace(loaded.report, peers=peers, verified=verified, instead=reasons)
         return replace(loaded, report=report)
 
 

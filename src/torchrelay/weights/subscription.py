@@ -15,7 +15,7 @@ from torchrelay.coordination.call import Call
 from torchrelay.coordination.coordinator import COORDINATOR, Coordinator
 from torchrelay.coordination.messages import decoded
 from torchrelay.deadlines import Deadline, Stopwatch, Timeout
-from torchrelay.endpoint.pull_options import wants_gpu
+from torchrelay.endpoint.gpu_destination import wants_gpu
 from torchrelay.errors import (
     RelayError,
     StepNotFoundError,
@@ -61,12 +61,12 @@ class Subscription:
         source: Publisher,
         request: LoadRequest,
         access: Access | None,
-        group: Any,
+        ranks: Coordinator,
         same_host: bool,
         timeout: Timeout,
     ) -> None:
         deadline = Deadline(timeout)
-        self._ranks = Coordinator.of(group, "subscription")
+        self._ranks = ranks
         with self._ranks.joining():
             if request.into is None:
                 raise UsageError("a subscription fills tensors that exist: give into=")
@@ -95,13 +95,13 @@ class Subscription:
         return None if self._held is None else self._held.step
 
     def update(self, at_least: int | None = None, timeout: Timeout | None = None) -> Loaded:
-        """Bring `into` to the newest step, which is at least `at_least`; waits for such a one.
+        """All ranks call it together: bring `into` to the newest step, at least `at_least`.
 
-        `into` is of one step, before and after: a failure leaves it as it was. A landing that has
-        begun ends, and an interrupt is raised when it is over. Where `into` has the newest step
-        already, or one with the same state, nothing is read. All ranks of a group call it together,
-        and all of them have the same step afterwards. A trainer that came back at a lower step is
-        followed: `back_from` of the result is the step that `into` had before.
+        Waits for such a step. `into` is of one step, before and after: a failure leaves it as it
+        was. A landing that has begun ends, and an interrupt is raised when it is over. Where `into`
+        has the newest step already, or one with the same state, nothing is read. All ranks have the
+        same step afterwards. A trainer that came back at a lower step is followed: `back_from` of
+        the result is the step that `into` had before.
         """
         self._owner.check()
         floor = 0 if at_least is None else check_step(at_least)
@@ -200,7 +200,7 @@ class Subscription:
     def _newest(self, floor: int) -> NewestStep:
         kept, self._connected = self._connected, None
         origin = kept or publisher(self._source, self._access, self._same_host)
-        on_gpu = self._same_host and wants_gpu(self._request.into, {})
+        on_gpu = self._same_host and wants_gpu(self._request.into)
         return NewestStep(origin, self._mirror, floor, on_gpu=on_gpu)
 
     def close(self) -> None:
@@ -220,19 +220,20 @@ class Subscription:
 
 def subscribe(
     source: Publisher,
-    *,
     into: object,
+    *,
     key: str | None = None,
     include: str | Iterable[str] = (),
-    access: Access | None = None,
-    group: Any = None,
-    same_host: bool = True,
     strict: bool = True,
     timeout: Timeout = 300.0,
+    access: Access | None = None,
+    group: Any = None,
+    no_dist: bool = False,
+    same_host: bool = True,
 ) -> Subscription:
-    """Follow the steps that a trainer publishes: `update` of the result brings `into` to the
-    newest.
+    """All ranks call it together: follow the steps that a trainer publishes.
 
+    `update` of the result brings `into` to the newest.
     The newest step is planned at once, and refused here if `into` does not fit; a first step is
     waited for. Nothing is written before the first `update`. Over a network each rank receives the
     bytes that its part of `into` needs, and no others.
@@ -240,16 +241,17 @@ def subscribe(
     - `source`: the URL of an endpoint, `Relay.peer(rank)`, or several of one kind that have the
       same steps.
     - `into`: a state of tensors and objects that takes the values, of any layout or mesh.
-    - `key`, `include`: the state below a key, and patterns of dotted paths, as for `pull`.
+    - `key`, `include`: the state below a key, and patterns of dotted paths, as for `load`.
+    - `strict`: refuse steps that have missing or unexpected paths.
+    - `timeout` bounds each call.
     - `access`: the token of the endpoints, and the certificates that theirs are signed by.
     - `group`: ranks that follow together, each with its part of `into`. By default all ranks, where
-      torch.distributed is initialized. `False`: this process alone.
+      torch.distributed is initialized. `no_dist`: this process alone.
     - `same_host`: whether memory of an endpoint of this host and this user is mapped in place of
       reading it over TCP. Where a step is kept on a GPU of this host, tensors on GPUs are copied
       from there (CUDA IPC).
-    - `strict`: refuse steps that have missing or unexpected paths.
-    - `timeout` bounds each call.
     """
     needs_linux("subscribe")
     request = LoadRequest(into, key=key, include=include, strict=strict)
-    return Subscription(source, request, access, group, same_host, timeout)
+    ranks = Coordinator.of(group, "subscription", no_dist=no_dist)
+    return Subscription(source, request, access, ranks, same_host, timeout)

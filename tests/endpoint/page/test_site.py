@@ -47,7 +47,7 @@ async def ask_all(watched: WatchedPlaces, token: str | None) -> dict[str, Any]:
 
 
 def test_steps_on_disk_are_shown_to_who_has_the_token(tmp_path: Path) -> None:
-    with tr.Checkpointer(tmp_path / "run", group=False) as there:
+    with tr.Checkpointer(tmp_path / "run", no_dist=True) as there:
         there.save(1, {"model": {"w": torch.zeros(4)}, "lr": 0.1})
         there.save(2, {"model": {"w": torch.arange(4.0)}, "lr": 0.2, "new": torch.ones(1)})
     watched = WatchedPlaces([str(tmp_path / "run")])

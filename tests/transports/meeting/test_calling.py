@@ -133,7 +133,7 @@ def test_an_address_that_cannot_be_reached_names_the_setting() -> None:
 @pytest.mark.parametrize("host", ["a\0b", "é" * 70 + ".invalid", "no such host.invalid"])
 def test_a_host_that_is_none_is_a_typed_error(host: str) -> None:
     there = Identity(handshake.VERSION, host, 5, handshake.new_id(), KEY)
-    with pytest.raises(tr.RelayError):
+    with pytest.raises(tr.errors.RelayError):
         call_rank(directory_with(there), RANK, ME, Deadline(SOON))
 
 

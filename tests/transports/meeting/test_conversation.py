@@ -83,7 +83,7 @@ def test_reports_of_workers_come_the_same_way() -> None:
         ("lost", PeerLostError, "connection lost to rank 3 at 10.0.0.1 port 7: cut; 5 of 9 done"),
     ],
 )
-def test_what_ends_a_wait(event: Any, error: type[tr.RelayError], words: str) -> None:
+def test_what_ends_a_wait(event: Any, error: type[tr.errors.RelayError], words: str) -> None:
     talk, node = talking()
     talk.step, talk.done = 7, "5 of 9 done"
     if event == "lost":

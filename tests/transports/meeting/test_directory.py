@@ -187,7 +187,7 @@ def from_a_peer(rank: int, group: Any) -> Any:
                 dist.barrier(group)
             return None
         dist.barrier(group)
-        got = tr.recover(sources=[relay.peer(1)], group=False)
+        got = tr.recover(sources=[relay.peer(1)], no_dist=True)
         dist.barrier(group)
         return got.step, same(got.state, weights(1))
 

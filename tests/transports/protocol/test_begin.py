@@ -66,7 +66,7 @@ def writes(rank: int, group: Any, moved: bool) -> Any:
                 return relay.recv(0).state["version"]
             with mock.patch.object(sender, "Outgoing", late):
                 relay.send(state, to=1)
-        except tr.RelayError as fault:
+        except tr.errors.RelayError as fault:
             return type(fault).__name__
     return "sent"
 

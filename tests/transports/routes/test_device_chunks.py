@@ -155,7 +155,7 @@ def same(a: dict[str, Any], b: dict[str, Any]) -> bool:
 
 
 def passes(rank: int, group: Any, gpus: tuple[int, ...]) -> Any:
-    relay = tr.Relay(group, chunk_bytes=CHUNK, timeout=LONG, verify=True)
+    relay = tr.Relay(group, chunk_bytes=CHUNK, timeout=LONG, verify="all")
     counts = Counts()
     with counts.watch(rank == 0) if rank in gpus else patched(Outgoing, cells=True):
         if rank == 0:
@@ -189,7 +189,7 @@ def finds(rank: int, group: Any, often: int) -> Any:
         with Counts().watch(True):
             try:
                 relay.send(weights(1), [1])
-            except tr.RelayError as fault:
+            except tr.errors.RelayError as fault:
                 return type(fault).__name__
         return ""
     flips, into = [0] * often, weights(2)

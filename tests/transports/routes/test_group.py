@@ -84,7 +84,7 @@ def damaged(rank: int, group: Any, sent: dict[str, Any], device: str) -> Any:
         if rank == 0:
             return relay.send(sent, 1).receivers
         report = relay.recv(0, into=into).report
-    except tr.RelayError as fault:
+    except tr.errors.RelayError as fault:
         return type(fault).__name__, rank == 0 or same(into, odd_state(2, device))
     return torch.equal(into["big"], sent["big"]), report.traffic.bytes - report.bytes
 
@@ -143,7 +143,7 @@ def gives_up(rank: int, group: Any, who: int) -> Any:
                 relay.send(odd_state(1, "cpu"), 1, **options)
             elif rank == 1:
                 relay.recv(0, into=into, **options)
-        except (InterruptedError, tr.RelayError) as fault:
+        except (InterruptedError, tr.errors.RelayError) as fault:
             first = type(fault).__name__
     old = same(into, odd_state(5, "cpu"))
     if rank == 0:

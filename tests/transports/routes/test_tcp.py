@@ -22,7 +22,7 @@ def broken_connections(rank: int, group: Any, times: int) -> Any:
     if rank == 0:
         try:
             return not relay.send({"w": weights}, to=1).failed
-        except tr.RelayError as fault:
+        except tr.errors.RelayError as fault:
             return type(fault).__name__
     take, counted = DataSocket.take_chunk, itertools.count(1)
     at = {5 * number for number in range(1, times + 1)}
@@ -35,7 +35,7 @@ def broken_connections(rank: int, group: Any, times: int) -> Any:
     with patched(DataSocket, take_chunk=breaks):
         try:
             got = relay.recv(0)
-        except tr.RelayError as fault:
+        except tr.errors.RelayError as fault:
             return type(fault).__name__
     return bool(torch.equal(got.state["w"], weights))
 

@@ -53,7 +53,7 @@ def convert(
         return
     if include:
         raise tr.errors.UsageError("--include is for --to safetensors: leave it out")
-    from torchrelay.dropin.convert import convert
+    from torchrelay.dropin.conversion import convert
 
     try:
         with progress_bar("converting") as show:
@@ -75,7 +75,7 @@ def _opened(source: str, step: int | None, beside: Path) -> Iterator[OpenedState
         with opened_source(source, step) as state:
             yield state
         return
-    from torchrelay.dropin.convert import convert
+    from torchrelay.dropin.conversion import convert
 
     try:
         folder = TemporaryDirectory(dir=beside.parent, prefix=f".{beside.name}.")

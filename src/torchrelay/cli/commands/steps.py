@@ -44,7 +44,9 @@ def store_at(place: str) -> Store:
 def opened(place: str) -> tr.Checkpointer:
     """A directory or bucket that is only looked at, by this process alone."""
     _check_place(place)
-    return tr.Checkpointer(place, group=False, read_only=True)
+    return tr.Checkpointer(
+        place, no_dist=True, options=tr.options.CheckpointerOptions(read_only=True)
+    )
 
 
 def _check_place(place: str) -> None:
@@ -152,7 +154,7 @@ def rollback(
         print(f"nothing to delete: {step} is the newest step")
         return
     _ask(f"Delete {_named(newer)} of {place}?", yes)
-    with tr.Checkpointer(place, group=False) as there:
+    with tr.Checkpointer(place, no_dist=True) as there:
         print(f"deleted {_named(there.rollback(step))}")
 
 
@@ -162,7 +164,7 @@ def rm(place: str = PLACE, steps: list[int] = STEPS, yes: bool = YES) -> None:
         _check_present(there, place, steps)
     chosen = list(dict.fromkeys(steps))
     _ask(f"Remove {_named(chosen)} of {place}?", yes)
-    with tr.Checkpointer(place, group=False) as there:
+    with tr.Checkpointer(place, no_dist=True) as there:
         for step in chosen:
             there.delete(step)
     print(f"removed {_named(chosen)}")

@@ -50,7 +50,7 @@ def serve(
     end_when_told()
     found, number = _loaded(source, step)
     access = given(certfile=certfile, keyfile=keyfile)
-    with tr.serve(found, step=number, address=address, access=access, group=False) as endpoint:
+    with tr.serve(found, step=number, address=address, access=access, no_dist=True) as endpoint:
         del found
         print(f"serving step {number} of {source} at {endpoint.url}", flush=True)
         while True:
@@ -64,7 +64,9 @@ def _follow(endpoint: Endpoint, source: str, number: int) -> int:
     The step that is served stays where a newer one cannot be read."""
     newer = number
     try:
-        with tr.Checkpointer(source, group=False, read_only=True) as there:
+        with tr.Checkpointer(
+            source, no_dist=True, options=tr.options.CheckpointerOptions(read_only=True)
+        ) as there:
             newer = max(number, there.latest() or 0)
         if newer > number:
             published = endpoint.publish(_loaded(source, newer)[0], step=newer)
@@ -78,10 +80,10 @@ def _follow(endpoint: Endpoint, source: str, number: int) -> int:
 
 def _loaded(source: str, step: int | None) -> tuple[Any, int]:
     """A state of any source, and its step; 0 where it has none."""
-    from torchrelay.dropin.convert import loaded
+    from torchrelay.dropin.conversion import loaded
 
     if is_url(source):
-        pulled = tr.pull(source, step=step, access=given(), group=False)
+        pulled = tr.pull(source, step=step, access=given(), no_dist=True)
         return pulled.state, pulled.step or 0
     with progress_bar("reading") as show:
         state, found = loaded(at_newest(source) if step is None else source, step, show)
@@ -138,7 +140,7 @@ def pull(
                 copy_step(held, open_store(out), show)
         reason = ""
         held.close()
-    except tr.RelayError as fault:
+    except tr.errors.RelayError as fault:
         reason = fault.message
         raise
     finally:

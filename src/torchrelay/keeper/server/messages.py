@@ -40,16 +40,16 @@ class JoinKeeper(msgspec.Struct, tag="join"):
             Address(listen.host, 0).check(listen.token)
         if self.memory is not None and self.memory < MIN_MEMORY:
             raise UsageError(
-                f"memory must be at least {MIN_MEMORY} bytes or None, not {self.memory!r}"
+                f"memory_budget must be at least {MIN_MEMORY} bytes or None, not {self.memory!r}"
             )
         if type(self.steps) is not int or self.steps < STEPS:
             raise UsageError(f"steps must be a number from {STEPS}, not {self.steps!r}")
         if type(self.copies) is not int or self.copies < 0:
             raise UsageError(f"copies must be a number from 0, not {self.copies!r}")
         if not self.rate > 0:
-            raise UsageError(f"rate must be a number of bytes a second, not {self.rate!r}")
+            raise UsageError(f"copy_bytes_per_second must be a positive number, not {self.rate!r}")
         if not 0 < self.lease < 1e8:
-            raise UsageError(f"lease must be a number of seconds, not {self.lease!r}")
+            raise UsageError(f"lease_seconds must be a positive number, not {self.lease!r}")
 
 
 class Joined(msgspec.Struct, tag="joined"):

@@ -180,8 +180,8 @@ def report_of(
         bytes=nbytes,
         seconds=watch.seconds,
         peers=peers,
-        missing=tuple(landed.missing),
-        extra=tuple(landed.extra),
+        missing_keys=tuple(landed.extra),
+        unexpected_keys=tuple(landed.missing),
         verified=all(fetch.verified for fetch in fetches),
         instead={name: why for one in choices for name, why in one.instead.items()},
         traffic=Traffic(

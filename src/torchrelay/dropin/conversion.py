@@ -21,6 +21,7 @@ from torchrelay.inspection.file_kinds import kind_of
 from torchrelay.inspection.safetensors_file import SafetensorsSource
 from torchrelay.inspection.slabs import slabs
 from torchrelay.memory.free import take_free
+from torchrelay.options import CheckpointerOptions
 from torchrelay.progress import ProgressCallback
 from torchrelay.state.tensors import dtype_named
 from torchrelay.stores.locate import directory_at, split_step
@@ -53,7 +54,7 @@ def convert(
         write_torch_save(target, state)
         return None
     written = found if step is None else step
-    with Checkpointer(target, group=False) as places:
+    with Checkpointer(target, no_dist=True) as places:
         return places.save(written or 0, state, progress=progress).step
 
 
@@ -66,7 +67,9 @@ def loaded(
         raise UsageError(f"{os.fspath(source)}: no checkpoint there: name another path")
     if kind == "torchrelay":
         place, named = split_step(source)
-        with Checkpointer(place, group=False, read_only=True) as places:
+        with Checkpointer(
+            place, no_dist=True, options=CheckpointerOptions(read_only=True)
+        ) as places:
             found = places.load(step=step if named is None else named, progress=progress)
         return found.state, found.step
     if kind == "safetensors":

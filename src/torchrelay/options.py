@@ -1,0 +1,142 @@
+"""The rare options of a call, as records: `tr.options`. Each call takes its own by `options=`.
+
+`verify` means the same in every call that has it. True, the default, compares the digests of all
+bytes that cross a wire or rest on a medium. "all" also compares those of memory that the kernel
+copies or maps on one host. False compares none.
+"""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+
+from torchrelay.errors import UsageError
+from torchrelay.progress import ProgressCallback
+
+if TYPE_CHECKING:
+    import torch
+
+FILE_BYTES = 1 << 30
+Verify: TypeAlias = bool | Literal["all"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckpointerOptions:
+    """Options of `Checkpointer`.
+
+    - `file_bytes`: the size at which tensors go to another data file; None: any size.
+    - `stage_on`: where `save_async` copies a state to while the caller waits. "device": GPU tensors
+      to a copy in GPU memory, which stays there for the next save; "host": to host memory; "auto":
+      to the device if the copy fits next to what training has used at its peak.
+    - `memory_budget`: most bytes of the staged copy of `save_async`; None: one copy of the state.
+    - `signals`: the signals that `reached_preemption` reacts to.
+    - `read_only`: clean nothing up at the start, and refuse to save or delete.
+    """
+
+    file_bytes: int | None = FILE_BYTES
+    stage_on: Literal["auto", "host", "device"] = "auto"
+    memory_budget: int | None = None
+    signals: Sequence[signal.Signals] = (signal.SIGTERM,)
+    read_only: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class PullOptions:
+    """Options of `pull`. Those that `load` has, too, mean the same there.
+
+    - `strict`: refuse a state that has missing or unexpected paths.
+    - `verify`: see `torchrelay.options`.
+    - `atomic`: nothing of `into` is written before every digest was compared. False writes as bytes
+      arrive, and raises `TornStateError` if it cannot finish.
+    - `device`: where new tensors are made, without `into`.
+    - `progress`: a function that receives a `Progress`.
+    - `same_host`: whether memory of an endpoint of this host and this user is mapped in place of
+      reading it over TCP.
+    - `reshare`: serve what has arrived while the rest does, and take from others who do so too. The
+      whole step is read, into memory of its own, which new tensors keep; `seed` of the result
+      serves it afterwards. From https it needs `Access(certfile=, keyfile=)`: a certificate that
+      names the address of this host, and that others trust.
+    - `newer_than`: wait for a step above this one.
+    """
+
+    strict: bool = True
+    verify: Verify = True
+    atomic: bool = True
+    device: torch.device | str | None = None
+    progress: ProgressCallback | None = None
+    same_host: bool = True
+    reshare: bool = False
+    newer_than: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class RecoverOptions:
+    """Options of `recover`. `strict`, `verify`, `atomic`, `device`, `progress` and `same_host` are
+    as for `PullOptions`.
+
+    - `reshare`: ranks that take a step from an endpoint or a peer at the same time also feed each
+      other, so that the source sends about one copy. Each rank reads the whole step into additional
+      memory, and serves the others until all have it.
+    - `max_age_seconds`: refuse steps that are older.
+    """
+
+    strict: bool = True
+    verify: Verify = True
+    atomic: bool = True
+    device: torch.device | str | None = None
+    progress: ProgressCallback | None = None
+    same_host: bool = True
+    reshare: bool = False
+    max_age_seconds: float | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServeOptions:
+    """Options of `serve`.
+
+    - `hold_seconds`: how long a step that is no longer the newest is kept for its readers.
+    - `stall_seconds`: a reader that takes no bytes, or sends no request, for so long is dropped.
+    - `connections`: how many may be open at once.
+    """
+
+    hold_seconds: float = 60.0
+    stall_seconds: float = 10.0
+    connections: int = 256
+
+
+@dataclass(frozen=True, kw_only=True)
+class KeeperOptions:
+    """Options of `Keeper`.
+
+    - `memory_budget`: most bytes that a keeper may use; None: unlimited. `stage` raises
+      `UsageError` unless two steps and, with copies, two copies fit.
+    - `steps`: most steps of its workers that a keeper holds. With 2, a step that is staged while
+      its predecessor is copied is skipped, and `Pending.skipped` has the reason; with 4, none is.
+    - `copies`: number of other hosts that hold a copy of each host's part of a step.
+    - `copy_bytes_per_second`: the most at which a keeper fetches copies.
+    - `lease_seconds`: how long a keeper stays alive without a worker.
+    """
+
+    memory_budget: int | None = None
+    steps: int = 2
+    copies: int = 1
+    copy_bytes_per_second: float = 200e6
+    lease_seconds: float = 60.0
+
+
+def checked_verify(verify: object) -> Verify:
+    """`UsageError` for another value than True, False and "all"."""
+    if verify is True or verify is False or verify == "all":
+        return verify
+    raise UsageError(f'verify is True, False or "all", not {verify!r}')
+
+
+def checked_options(options: object, kind: type[Any]) -> Any:
+    """The options of a call, or its defaults; `UsageError` for those of another call."""
+    if options is None:
+        return kind()
+    if not isinstance(options, kind):
+        raise UsageError(f"options is a tr.options.{kind.__name__}, not {options!r}")
+    return options
