@@ -16,7 +16,7 @@ from torchrelay.record.schema import ImageKind, ObjectBytes, Record, column_of, 
 _none: Numbers = np.zeros(0, np.int64)
 
 
-class _Written(NamedTuple):
+class _Pieces(NamedTuple):
     """What all ranks have written, in order of arrival: a *piece* is what one rank has of one
     image, which is a row of `images` and `kinds`; its boxes are some rows of `volumes` and
     `starts`."""
@@ -82,7 +82,7 @@ def with_boxes(outlined: Record, names: Sequence[str], parts: Sequence[Record]) 
     )
 
 
-def _gathered(parts: Sequence[Record], image_of: Mapping[str, int]) -> _Written:
+def _gathered(parts: Sequence[Record], image_of: Mapping[str, int]) -> _Pieces:
     distinct: Numbered[ImageKind] = Numbered()
     columns: list[tuple[Numbers, Numbers, Numbers, Numbers]] = [(_none, _none, _none, _none)]
     first_volume = 0
@@ -92,7 +92,7 @@ def _gathered(parts: Sequence[Record], image_of: Mapping[str, int]) -> _Written:
         columns.append((_images(part, image_of), kinds, volumes, part.box_starts))
         first_volume += len(part.volumes)
     images, of_pieces, of_boxes, starts = map(np.concatenate, zip(*columns, strict=True))
-    return _Written(images, of_pieces, distinct.found, of_boxes, starts)
+    return _Pieces(images, of_pieces, distinct.found, of_boxes, starts)
 
 
 def _objects(parts: Sequence[Record]) -> tuple[ObjectBytes, ...]:
