@@ -89,8 +89,8 @@ def altered(me: Me, route: str, mode: str, verify: Any) -> Any:
         found[len(found) // 2, 3] ^= 1
         return found
 
-    def digest(data: torch.Tensor, *, cells: bool) -> bytes:
-        found = hashed(data, cells=cells)
+    def digest(data: torch.Tensor) -> bytes:
+        found = hashed(data)
         return bytes([found[0] ^ 1]) + found[1:]
 
     def on_the_way() -> Any:
@@ -99,12 +99,12 @@ def altered(me: Me, route: str, mode: str, verify: Any) -> Any:
         running.update(b"others")
         return running
 
-    digests, hashed, made = kernels.digests, outgoing_module.digest_of, sockets.running_digest
+    digests, hashed, made = kernels.digests, outgoing_module.digest_of, sockets.RunningDigest
     if me.rank == 0:
         state = m.weights(1, me.device, most=7)
         by_host = (outgoing_module, "digest_of", digest)
         by_gpu = (kernels, "digests", hash_memory)
-        by_socket = (sockets, "running_digest", on_the_way)
+        by_socket = (sockets, "RunningDigest", on_the_way)
         with patched(*by_host), patched(*by_gpu), patched(*by_socket):
             expect(("PeerLostError",), lambda: relay.send(state, to=1))
         report = relay.send(state, to=1)

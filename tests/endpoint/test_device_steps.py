@@ -54,7 +54,7 @@ class HostSlot:
                 self.memory[one.start + low : one.start + high]
                 for low, high in zip(_chunks(one), ends, strict=True)
             ]
-            found.append(b"".join(digest(part, cells=False) for part in parts))
+            found.append(b"".join(digest(part.numpy()) for part in parts))
         return found
 
     def copy_to(self, arena: torch.Tensor, nbytes: int) -> None:

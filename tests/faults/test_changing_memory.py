@@ -18,7 +18,7 @@ import torch.distributed.checkpoint as dcp
 
 import torchrelay as tr
 from torchrelay.dcp import Writer
-from torchrelay.memory.digest import digest
+from torchrelay.memory.gpu.kernels import digest_of
 from torchrelay.plan.region import Stream
 from torchrelay.shares import share as shares
 from torchrelay.shares.share import Pipeline
@@ -109,7 +109,7 @@ class HashingOnHost:
             whole = torch.empty(file.nbytes, dtype=torch.uint8)
             stream.read(0, file.nbytes, whole)
             chunks = whole.split(file.chunk_bytes)
-            found.append(file._replace(digests=b"".join(map(digest, chunks))))
+            found.append(file._replace(digests=b"".join(map(digest_of, chunks))))
         return found
 
 

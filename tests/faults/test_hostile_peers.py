@@ -17,7 +17,7 @@ from tests.support.messages import altering
 from tests.support.strangers import resident
 from tests.support.ways import by, patched
 from torchrelay.geometry.runs import Runs
-from torchrelay.memory.digest import digest
+from torchrelay.memory.gpu.kernels import digest_of
 from torchrelay.transports.routes.host.facts import MemoryTable
 from torchrelay.transports.routes.memory import MemoryService
 from torchrelay.transports.routes.outgoing import Outgoing
@@ -105,7 +105,7 @@ def nothing_told(rank: int, group: Any, verify: Any, atomic: bool) -> Any:
         return msgspec.structs.replace(original(self, outgoing), host=b"")
 
     def zero(self: Outgoing, index: int) -> bytes:
-        return digest(torch.zeros(self.snapshot.chunks.sizes[index], dtype=torch.uint8))
+        return digest_of(torch.zeros(self.snapshot.chunks.sizes[index], dtype=torch.uint8))
 
     with patched(MemoryService, table=table), patched(Outgoing, digest=zero):
         relay.send(weights(NEW), 1)

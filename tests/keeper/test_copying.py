@@ -8,13 +8,13 @@ from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
-import xxhash
 
 import torchrelay as tr
 from torchrelay.endpoint.server.messages import Show, StepRecord, Volume
 from torchrelay.endpoint.server.snapshots import ServedSnapshot, Slot
 from torchrelay.keeper.choice import KeeperRing
 from torchrelay.keeper.server.replication import CopyThread, WantedCopy
+from torchrelay.memory.digest import digest
 from torchrelay.memory.sealed import sealed_memory
 from torchrelay.sources import remote_step
 
@@ -62,9 +62,7 @@ def slot() -> Iterator[Slot]:
 
 
 def copy_from(url: str, slot: Slot) -> CopyThread:
-    digests = b"".join(
-        xxhash.xxh3_128_digest(DATA[at : at + CHUNK]) for at in range(0, NBYTES, CHUNK)
-    )
+    digests = b"".join(digest(DATA[at : at + CHUNK]) for at in range(0, NBYTES, CHUNK))
     volume = Volume("volume", 0, NBYTES, CHUNK, digests)
     shown = Show(1, 1, "snapshot", [volume], StepRecord(b"{}", [volume], 1, [url], [0]))
     step = ServedSnapshot(shown)

@@ -465,7 +465,7 @@ def changed_while_sent(rank: int, group: Any, way: str) -> Any:
             out = attempt(lambda: relay.recv(0, into=live))
         return out, int(live["w"].max())
     state = {"w": torch.ones(size, dtype=torch.uint8)}
-    original, running = outgoing_module.digest_of, sockets.running_digest
+    original, running = outgoing_module.digest_of, sockets.RunningDigest
     hashed, lock = [], threading.Lock()
 
     def change(data: Any) -> None:
@@ -476,8 +476,8 @@ def changed_while_sent(rank: int, group: Any, way: str) -> Any:
             np.asarray(data).fill(2)  # autograd does not notice
             store.set("changed", b"")
 
-    def digest(data: torch.Tensor, *, cells: bool) -> bytes:
-        value = original(data, cells=cells)
+    def digest(data: torch.Tensor) -> bytes:
+        value = original(data)
         change(data)
         return value
 
@@ -494,7 +494,7 @@ def changed_while_sent(rank: int, group: Any, way: str) -> Any:
         def digest(self) -> bytes:
             return bytes(self._made.digest())
 
-    with patched(outgoing_module, digest_of=digest), patched(sockets, running_digest=Changing):
+    with patched(outgoing_module, digest_of=digest), patched(sockets, RunningDigest=Changing):
         return attempt(lambda: relay.send(state, 1)), threads.left()
 
 

@@ -46,7 +46,7 @@ from torchrelay.geometry.strides import (
 )
 from torchrelay.landing.land import land
 from torchrelay.landing.options import LandingOptions
-from torchrelay.memory.digest import digest
+from torchrelay.memory.gpu.kernels import digest_of
 from torchrelay.plan.snapshot import capture
 from torchrelay.record import manifest as m
 from torchrelay.record.dtypes import dtype_from_text, dtype_to_text
@@ -185,12 +185,12 @@ def test_the_end_of_a_chain_is_little_behind(stream: int, receivers: int) -> Non
 
 def test_digest_is_of_the_bytes() -> None:
     chunk = torch.arange(64, dtype=torch.uint8)
-    assert len(digest(chunk)) == DIGEST_BYTES
-    assert digest(chunk) == digest(chunk.clone())
+    assert len(digest_of(chunk)) == DIGEST_BYTES
+    assert digest_of(chunk) == digest_of(chunk.clone())
     changed = chunk.clone()
     changed[63] ^= 1
-    assert digest(changed) != digest(chunk)
-    assert digest(chunk[16:32]) == digest(chunk[16:32].clone())
+    assert digest_of(changed) != digest_of(chunk)
+    assert digest_of(chunk[16:32]) == digest_of(chunk[16:32].clone())
 
 
 def cut_one_by_one(sizes: list[int], chunk_bytes: int, small_bytes: int) -> tuple[int, ...]:

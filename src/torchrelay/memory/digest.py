@@ -1,15 +1,18 @@
-"""The digest of a chunk. It guards against corruption, not forgery.
+"""The digest of a chunk, on the wire and at rest, on the host and on GPUs. It guards against
+corruption, not forgery. No torch.
 
-It is xxh3-128 over the bytes. Where the sender uses a device, a chunk has that of the digests of
-its cells instead: a device hashes these side by side, and one long run of bytes slowly.
+A chunk is hashed in cells of 1 MiB, the last of which may be shorter. The digest of a chunk of one
+cell is the XXH3-128 of its bytes; that of a longer one is the XXH3-128 of the digests of its cells,
+one after the other. A GPU hashes cells in parallel, and one long run of bytes slowly.
 """
 
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any
 
-import torch
 import xxhash
 
 from torchrelay.geometry import DIGEST_BYTES
@@ -17,14 +20,13 @@ from torchrelay.geometry import DIGEST_BYTES
 CELL_BYTES = 1 << 20
 
 
-def digest(chunk: torch.Tensor, *, cells: bool = False) -> bytes:
-    """Digest of a uint8 tensor; a tensor on a device is copied to the host for it."""
-    data: Any = chunk.cpu().numpy()
-    if not cells:
-        return xxhash.xxh3_128_digest(data)
-    running = _RunningCells()
-    running.update(data)
-    return running.digest()
+def digest(data: Any) -> bytes:
+    """The digest of a chunk in a contiguous buffer of host memory."""
+    view = memoryview(data).cast("B")
+    if len(view) <= CELL_BYTES:
+        return xxhash.xxh3_128_digest(view)
+    cells = [view[at : at + CELL_BYTES] for at in range(0, len(view), CELL_BYTES)]
+    return joined(b"".join(map(xxhash.xxh3_128_digest, cells)))
 
 
 def joined(cells: bytes) -> bytes:
@@ -32,31 +34,38 @@ def joined(cells: bytes) -> bytes:
     return cells if len(cells) == DIGEST_BYTES else xxhash.xxh3_128_digest(cells)
 
 
-def running_digest() -> Any:
-    """The digest of bytes that are given to `update` one after the other; `digest` has it."""
-    return xxhash.xxh3_128()
+def joined_each(cells: bytes, edges: Sequence[int]) -> list[bytes]:
+    """The digests of chunks whose cells have these, one chunk after the other. `edges`: the number
+    of the first cell of each chunk, and of all cells."""
+    return [joined(cells[DIGEST_BYTES * a : DIGEST_BYTES * b]) for a, b in pairwise(edges)]
 
 
-class _RunningCells:
-    """As `running_digest`, of cells."""
+class RunningDigest:
+    """The digest of a chunk whose bytes are given to `update` one after the other."""
 
     def __init__(self) -> None:
-        self._done: list[bytes] = []
-        self._hash, self._left = running_digest(), CELL_BYTES
+        self._hash = xxhash.xxh3_128()  # of the cell that has begun
+        self._left = CELL_BYTES  # of it
+        self._cells = b""  # the digests of those before it
 
     def update(self, data: Any) -> None:
         rest = memoryview(data).cast("B")
         while len(rest):
+            if not self._left:  # only now is it known that the chunk has another cell
+                self._cells += self._hash.digest()
+                self._hash.reset()
+                self._left = CELL_BYTES
             some, rest = rest[: self._left], rest[self._left :]
             self._hash.update(some)
             self._left -= len(some)
-            if not self._left:
-                self._done.append(self._hash.digest())
-                self._hash, self._left = running_digest(), CELL_BYTES
 
     def digest(self) -> bytes:
-        begun = [self._hash.digest()] if self._left < CELL_BYTES else []
-        return joined(b"".join([*self._done, *begun]))
+        return joined(self._cells + self._hash.digest())
+
+    def reset(self) -> None:
+        """Begin the next chunk."""
+        self._hash.reset()
+        self._left, self._cells = CELL_BYTES, b""
 
 
 class RollingDigest:
@@ -65,9 +74,9 @@ class RollingDigest:
     Bytes between them in the stream are zeros.
     """
 
-    def __init__(self, begin: int, *, cells: bool = False) -> None:
+    def __init__(self, begin: int) -> None:
         self._at = begin
-        self._hash = _RunningCells() if cells else running_digest()
+        self._hash = RunningDigest()
 
     def add(self, positions: list[int], places: list[list[int]]) -> None:
         """Bytes at each (address, size) of `places`, at these positions; in the stream's order."""
@@ -81,4 +90,4 @@ class RollingDigest:
     def end(self, stop: int) -> bytes:
         if stop > self._at:
             self._hash.update(bytes(stop - self._at))
-        return bytes(self._hash.digest())
+        return self._hash.digest()

@@ -4,7 +4,7 @@
     kind, length, digest, payload           for each part chunk, in the order of the request
 
 The request says which chunks come, so the stream has no end mark. `length` is that of the payload,
-and `digest` the XXH3-128 of the bytes that the payload decodes to.
+and `digest` that of a chunk (`memory.digest`) of the bytes that the payload decodes to.
 
 A chunk holds elements of one size. It is encoded as the smallest of four kinds:
 
@@ -26,9 +26,9 @@ from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
 import numpy as np
-import xxhash
 
 from torchrelay.errors import DigestError, RemoteProtocolError, UsageError
+from torchrelay.memory.digest import digest
 from torchrelay.parts.bitmaps import ChangedElements, Positions, VolumeBitmap, element_dtype
 from torchrelay.parts.runs import PART_BYTES, Bytes, PartRuns
 
@@ -64,7 +64,7 @@ class ChunkHead(NamedTuple):
 
     def check(self, chunk: Bytes) -> None:
         """`DigestError` unless a chunk has the bytes that were sent."""
-        if xxhash.xxh3_128_digest(chunk.data) != self.digest:
+        if digest(chunk.data) != self.digest:
             raise DigestError("a part chunk has other bytes than were sent")
 
 
@@ -102,11 +102,11 @@ def part_stream(wanted: Iterable[WantedPart]) -> Iterator[bytes | memoryview]:
         for begin, end, itemsize in part.runs.parts:
             packed = buffer[: end - begin]
             part.runs.pack(part.volume, begin, end, packed)
-            digest = xxhash.xxh3_128_digest(packed.data)
+            made = digest(packed.data)
             kind, payload = SAME, list[memoryview]()
             if not part.same:
                 kind, payload = encode(packed, part.changed(begin, end, itemsize), itemsize)
-            yield ChunkHead(kind, sum(map(len, payload)), digest).encoded()
+            yield ChunkHead(kind, sum(map(len, payload)), made).encoded()
             yield from filter(len, payload)
 
 

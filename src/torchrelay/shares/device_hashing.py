@@ -17,6 +17,7 @@ import torch
 
 from torchrelay.geometry import DIGEST_BYTES
 from torchrelay.geometry.runs import Column, Runs, moves, reached
+from torchrelay.memory.digest import joined_each
 from torchrelay.memory.gpu import kernels
 from torchrelay.memory.gpu.chunk_table import ChunkTable
 from torchrelay.memory.gpu.kernels import CudaError
@@ -32,7 +33,8 @@ class _OnDevice(NamedTuple):
 
     chosen: np.ndarray[Any, np.dtype[np.intp]]  # which of all chunks
     beside: _Brought
-    table: ChunkTable
+    table: ChunkTable  # of their cells
+    edges: list[int]  # the first cell of each, and the number of all
 
 
 class DeviceHashing:
@@ -79,9 +81,11 @@ class DeviceHashing:
                 # still queued there could write to it.
                 if device not in self._planned:
                     self._planned[device] = self._plan(device, Runs.of(memory))
-                chosen, beside, table = self._planned[device]
+                chosen, beside, table, edges = self._planned[device]
                 beside.bring()
-                found[chosen] = kernels.digests(table, device).cpu().numpy()
+                cells = kernels.digests(table, device).cpu().numpy().tobytes()
+                made = b"".join(joined_each(cells, edges))
+                found[chosen] = np.frombuffer(made, np.uint8).reshape(-1, DIGEST_BYTES)
         parts = np.split(found, np.cumsum([len(column) for column in self._starts])[:-1])
         pairs = zip(self._files, parts, strict=True)
         return [file._replace(digests=part.tobytes()) for file, part in pairs]
@@ -99,8 +103,9 @@ class DeviceHashing:
         chosen = np.flatnonzero(_reached(starts, memory) & ~self._shared)
         some = starts[chosen], stops[chosen]
         beside = _Brought(Runs.merged(*self._host), *some, device)
-        table = ChunkTable.of(Runs.merged(memory, beside.runs), *some)
-        return _OnDevice(chosen, beside, table)
+        begin, end, edges = kernels.cells_of(some[0], some[1] - some[0])
+        table = ChunkTable.of(Runs.merged(memory, beside.runs), begin, end)
+        return _OnDevice(chosen, beside, table, edges)
 
 
 def _reached(starts: Column, memory: Runs) -> Marks:

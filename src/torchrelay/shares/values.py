@@ -1,6 +1,6 @@
 """Digests of all bytes of tensors, by which ranks find out that they have the same values.
 
-A digest is that of the cells of a tensor's elements in row-major order (`memory.digest`), whichever
+A digest is that of a chunk of a tensor's elements in row-major order (`memory.digest`), whichever
 device has them and however they lie in its memory.
 """
 
@@ -12,12 +12,11 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
-import xxhash
 
 from torchrelay.geometry import DIGEST_BYTES
 from torchrelay.geometry.chunks import ALIGN
 from torchrelay.geometry.runs import Runs
-from torchrelay.memory.digest import CELL_BYTES, joined
+from torchrelay.memory.digest import CELL_BYTES, digest, joined
 from torchrelay.memory.gpu.kernels import CudaError, digests_of
 from torchrelay.memory.gpu.side import settle
 from torchrelay.memory.pages import host_view
@@ -46,7 +45,7 @@ def value_digests(tensors: Sequence[torch.Tensor]) -> list[bytes]:
     for index, tensor in enumerate(tensors):
         region = Region.row_major(tensor)
         if region.address and region.nbytes <= CELL_BYTES:  # as nearly all are
-            found.append(xxhash.xxh3_128_digest(host_view(region.address, region.nbytes)))
+            found.append(digest(host_view(region.address, region.nbytes)))
             continue
         digests = bytearray(DIGEST_BYTES * -(-region.nbytes // CELL_BYTES))
         found.append(digests)
@@ -99,4 +98,4 @@ def _hash(buffer: torch.Tensor, cells: _Cells) -> None:
             region.read(start, stop, buffer)
             view = host_view(buffer.data_ptr(), stop - start)
         at = start // CELL_BYTES * DIGEST_BYTES
-        cells.digests[at : at + DIGEST_BYTES] = xxhash.xxh3_128_digest(view)
+        cells.digests[at : at + DIGEST_BYTES] = digest(view)

@@ -10,9 +10,8 @@ import errno
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
-import xxhash
-
 from torchrelay.errors import RelayError
+from torchrelay.memory.digest import digest
 from torchrelay.memory.free import check_free
 from torchrelay.record.encoding import content_digest
 from torchrelay.record.schema import Record, VolumeRecord
@@ -39,7 +38,7 @@ class OtherSource:
             return False
         try:
             self._step(content).files.reader(file.name).read_into(start, memoryview(chunk))
-            if xxhash.xxh3_128_digest(chunk) != digest_of(file, start):
+            if digest(chunk) != digest_of(file, start):
                 raise OSError(f"wrong digest of {file.name} at byte {start}")
         except _FAULTS as fault:
             self.fault = getattr(fault, "message", "") or str(fault)

@@ -15,8 +15,6 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Protocol
 from urllib.parse import quote
 
-import xxhash
-
 from torchrelay.deadlines import Deadline
 from torchrelay.errors import (
     EndpointError,
@@ -26,6 +24,7 @@ from torchrelay.errors import (
     TransferTimeoutError,
 )
 from torchrelay.geometry import DIGEST_BYTES
+from torchrelay.memory.digest import RunningDigest
 from torchrelay.memory.free import check_free
 from torchrelay.shortage import shortage
 from torchrelay.sources.connection import Answered, Host
@@ -308,7 +307,7 @@ class ArrivingChunks:
 
     def __init__(self, file: ChunkedVolume, start: int) -> None:
         self._file, self.at = file, start
-        self._hasher = xxhash.xxh3_128()
+        self._hasher = RunningDigest()
         self._hashed = start
 
     def add(self, view: memoryview) -> bool:

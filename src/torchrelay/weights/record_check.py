@@ -13,9 +13,9 @@ from typing import NamedTuple
 
 import msgspec
 import numpy as np
-import xxhash
 
 from torchrelay.errors import RemoteProtocolError
+from torchrelay.memory.digest import digest
 from torchrelay.memory.thread_pool import run_on_threads
 from torchrelay.parts.runs import MAX_RUNS, PART_BYTES, PartsRequest, VolumeParts
 from torchrelay.parts.stream import HEAD_BYTES, MAGIC, ChunkHead
@@ -61,7 +61,7 @@ class RecordCheck:
                 name, chunk = task
                 content = found[name].content(chunk, volumes[name].packed)
                 expected = digest_of(self._files[name], chunk * self._files[name].chunk_bytes)
-                if content is None or xxhash.xxh3_128_digest(content.data) != expected:
+                if content is None or digest(content.data) != expected:
                     wrong.append(task)
 
             return do
@@ -131,7 +131,7 @@ class RecordCheck:
                     head = ChunkHead.decoded(stream.read(HEAD_BYTES))
                     stream.read_into(buffer[: head.nbytes])
                     low, high = place + begin, place + end
-                    if xxhash.xxh3_128_digest(volume.packed[low:high].data) != head.digest:
+                    if digest(volume.packed[low:high].data) != head.digest:
                         found.append((low, high))
         return found
 

@@ -21,9 +21,10 @@ import torch
 from tests.support.gpu_on_host import hash_on_host, landed
 from torchrelay.geometry.chunks import Chunks
 from torchrelay.geometry.runs import Moves, Runs, copy_one_by_one
-from torchrelay.memory.digest import CELL_BYTES, digest
+from torchrelay.memory.digest import CELL_BYTES
 from torchrelay.memory.gpu import device_chunks, kernels
 from torchrelay.memory.gpu.device_chunks import DeviceChunks
+from torchrelay.memory.gpu.kernels import digest_of
 from torchrelay.memory.host import at_address
 from torchrelay.plan.snapshot import capture
 from torchrelay.transports.resources import Resources
@@ -100,7 +101,7 @@ class Scene:
     def sent(self, chunk: int) -> bytes:
         """The digest that the sender tells."""
         at, size = self.chunks.offsets[chunk], self.chunks.sizes[chunk]
-        return digest(at_address(self.base + at, size), cells=True)
+        return digest_of(at_address(self.base + at, size))
 
     @property
     def every(self) -> list[int]:

@@ -20,14 +20,14 @@ from tests.support.gpu_on_host import hash_on_host
 from tests.support.ways import WAYS, by, patched
 from torchrelay.geometry.chunks import Chunks
 from torchrelay.geometry.runs import Runs
-from torchrelay.memory.digest import CELL_BYTES, digest
+from torchrelay.memory.digest import CELL_BYTES
 from torchrelay.memory.gpu import device_chunks, kernels
 from torchrelay.memory.gpu.device_chunks import DeviceChunks
+from torchrelay.memory.gpu.kernels import digest_of
 from torchrelay.transports.routes import outgoing as outgoing_module
 from torchrelay.transports.routes import reading
 from torchrelay.transports.routes.outgoing import Outgoing
 from torchrelay.transports.routes.route import Incoming
-from torchrelay.transports.streams import chunk_receiver
 
 CHUNK = 3 * CELL_BYTES + 4096
 LONG = 30.0
@@ -76,7 +76,7 @@ def test_digests_are_those_that_the_host_makes(chunk_bytes: int) -> None:
         found = there.digests(there)
     assert len(there) == len(chunks)
     for index, (at, size) in enumerate(zip(chunks.offsets, chunks.sizes, strict=True)):
-        assert found[index] == digest(data[at : at + size], cells=True)
+        assert found[index] == digest_of(data[at : at + size])
 
 
 def test_a_chunk_with_bytes_elsewhere_is_not_a_devices() -> None:
@@ -96,7 +96,7 @@ def test_memory_of_two_devices(monkeypatch: pytest.MonkeyPatch) -> None:
     there = DeviceChunks(chunks, Runs.merged(first, second))
     with played():
         found = there.digests([3, 0])
-    assert found == {n: digest(data[at : at + 2048], cells=True) for n, at in ((0, 0), (3, 6144))}
+    assert found == {n: digest_of(data[at : at + 2048]) for n, at in ((0, 0), (3, 6144))}
 
 
 class Counts:
@@ -116,9 +116,9 @@ class Counts:
             self.there += some
             return own(self_, some)
 
-        def on_host(data: torch.Tensor, *, cells: bool) -> bytes:
+        def on_host(data: torch.Tensor) -> bytes:
             self.here.append(data.numel())
-            return digest(data, cells=cells)
+            return digest_of(data)
 
         memory = property(lambda one: DeviceChunks(one._chunks, one._stream.host))
 
@@ -128,13 +128,11 @@ class Counts:
         with ExitStack() as stack:
             stack.enter_context(played())
             stack.enter_context(patched(DeviceChunks, digests=digests))
-            stack.enter_context(patched(Outgoing, cells=True))
             if sends:
                 stack.enter_context(patched(Outgoing, on_gpu=memory))
             else:
                 stack.enter_context(patched(Incoming, on_gpu=landed))
             stack.enter_context(patched(outgoing_module, digest_of=on_host))
-            stack.enter_context(patched(chunk_receiver, digest_of=on_host))
             stack.enter_context(patched(reading, digest_of=on_host))
             yield
 
@@ -157,7 +155,7 @@ def same(a: dict[str, Any], b: dict[str, Any]) -> bool:
 def passes(rank: int, group: Any, gpus: tuple[int, ...]) -> Any:
     relay = tr.Relay(group, chunk_bytes=CHUNK, timeout=LONG, verify="all")
     counts = Counts()
-    with counts.watch(rank == 0) if rank in gpus else patched(Outgoing, cells=True):
+    with counts.watch(rank == 0) if rank in gpus else nullcontext():
         if rank == 0:
             held = relay.send(weights(1), [1]).verified
         else:

@@ -180,5 +180,4 @@ def test_a_device_makes_the_digests_of_the_host(nbytes: int) -> None:
     data = torch.randint(0, 256, (nbytes + 3,), dtype=torch.uint8, device="cuda")
     for start in (0, 3):
         some = data[start : start + nbytes]
-        assert digest_of(some, cells=True) == digest(some.cpu(), cells=True)
-        assert digest_of(some, cells=False) == digest(some.cpu())
+        assert digest_of(some) == digest(some.cpu().numpy())

@@ -22,7 +22,7 @@ MESSAGES: list[m.Message] = [
     m.Join(),
     m.Join(m.MAX_STEP, True, LOCATION, b"n" * 16, 9, ID, m.NodeAddress(ID, "10.0.0.1", 65535)),
     m.Offer(b"\x93" * 5000, ID),
-    m.Offer(b"x", ID, False, True, "tcp", {"tcp": b""}, {"group": "no"}, True, 8),
+    m.Offer(b"x", ID, False, "tcp", {"tcp": b""}, {"group": "no"}, True, 8),
     m.Accept("memory"),
     m.Accept("tcp", b"\x91\x02", {"cuda_ipc": "no GPU"}, b"reads"),
     m.Refuse("mismatch", "dtype differs", "model.weight"),

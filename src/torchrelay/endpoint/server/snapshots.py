@@ -10,11 +10,10 @@ import time
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, BinaryIO, NamedTuple
 
-import xxhash
-
 from torchrelay.endpoint.server.http.connections import Span
 from torchrelay.endpoint.server.messages import Show, StepRecord, Volume
 from torchrelay.geometry import DIGEST_BYTES
+from torchrelay.memory.digest import digest
 from torchrelay.memory.thread_pool import run_on_threads
 
 if TYPE_CHECKING:  # numpy takes as much memory as the server itself
@@ -259,7 +258,7 @@ def digests(slot: Slot, volumes: list[Volume]) -> list[bytes]:
         start = volume.start + chunk * volume.chunk_bytes
         stop = min(start + volume.chunk_bytes, volume.start + volume.nbytes)
         at = chunk * DIGEST_BYTES
-        found[index][at : at + DIGEST_BYTES] = xxhash.xxh3_128_digest(slot.view[start:stop])
+        found[index][at : at + DIGEST_BYTES] = digest(slot.view[start:stop])
 
     run_on_threads(tasks(), lambda: hash_chunk, HASHERS)
     return [bytes(one) for one in found]

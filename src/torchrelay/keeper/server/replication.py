@@ -14,8 +14,6 @@ import time
 from collections.abc import Callable
 from typing import NamedTuple
 
-import xxhash
-
 from torchrelay.deadlines import Deadline
 from torchrelay.endpoint.server.messages import Show, Volume, laid_out
 from torchrelay.endpoint.server.service import Service
@@ -26,6 +24,7 @@ from torchrelay.keeper.choice import KeeperRing
 from torchrelay.keeper.server.messages import HeldStep, KeeperReport
 from torchrelay.keeper.server.retention import OWN, Retention
 from torchrelay.memory import threads
+from torchrelay.memory.digest import digest
 from torchrelay.memory.pages import reserve
 from torchrelay.memory.sealed import sealed_memory
 from torchrelay.sources.access import Access
@@ -239,4 +238,4 @@ class CopyThread:
             return False
         at = before.start + start
         view[:] = slot.view[at : at + len(view)]
-        return bool(xxhash.xxh3_128_digest(view) == wanted)
+        return digest(view) == wanted

@@ -1,8 +1,10 @@
 """The table by which the kernels of kernels.cu find the bytes of chunks. Pure.
 
-A chunk of a stream lies in memory in segments. For each the kernels want the address at which byte
-0 of the chunk would lie if the chunk were in one piece: byte `n` is then at `base + n`, in the
-segment that has it. A stream of 12 bytes in chunks of 8 and 4, where bytes 0 to 5 lie at address
+Cells are hashed (`memory.digest`): each counts as a chunk here. A chunk of a stream lies in memory
+in segments. For each the kernels want the address at which byte 0 of the chunk would lie if the
+chunk were in one piece: byte `n` is then at `base + n`, in the segment that has it.
+
+A stream of 12 bytes in chunks of 8 and 4, where bytes 0 to 5 lie at address
 100 and bytes 8 to 11 at address 200:
 
     stream      0 1 2 3 4 5 | 6 7 | 8 9 10 11        bytes 6 and 7 are padding: zeros

@@ -13,18 +13,19 @@ import ctypes
 import threading
 from collections.abc import Iterable, Sequence
 from functools import cache
-from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+import xxhash
 
 from torchrelay.errors import ResourceError
 from torchrelay.geometry import DIGEST_BYTES
+from torchrelay.geometry.chunks import Sizes
 from torchrelay.geometry.runs import Column, Moves, Runs
 from torchrelay.memory import threads
-from torchrelay.memory.digest import CELL_BYTES, digest, joined, running_digest
+from torchrelay.memory.digest import CELL_BYTES, digest, joined_each
 from torchrelay.memory.gpu.chunk_table import ChunkTable, Numbers
 from torchrelay.memory.gpu.side import side_stream
 
@@ -160,8 +161,8 @@ def in_words(moves: Moves) -> bool:
 
 
 def digests(hashed: ChunkTable, device: int) -> torch.Tensor:
-    """Ask a device, on its current stream, for the digest of each chunk: rows of bytes there. A
-    table that copies is for the kernels alone: they hash what has come to lie there."""
+    """Ask a device, on its current stream, for the XXH3-128 of each row of a table: rows of bytes
+    there. A table that copies is for the kernels alone: they hash what has come to lie there."""
     count = hashed.count
     with torch.cuda.device(device):
         loaded = kernels(device)
@@ -177,10 +178,10 @@ def digests(hashed: ChunkTable, device: int) -> torch.Tensor:
         return found
 
 
-def digest_of(data: torch.Tensor, *, cells: bool) -> bytes:
-    """`memory.digest.digest` of bytes, made where they lie if that is a GPU and they have cells."""
-    if not cells or not data.is_cuda or not data.numel():
-        return digest(data, cells=cells)
+def digest_of(data: torch.Tensor) -> bytes:
+    """The digest of a chunk, a tensor of bytes, made where they lie."""
+    if not data.is_cuda or not data.numel():
+        return digest(data.cpu().numpy())
     memory = Runs([0], [data.data_ptr()], [data.numel()])
     return digests_of(memory, [0], [data.numel()], data.device.index)[0]
 
@@ -192,21 +193,19 @@ def digests_of(
     device: int,
     to: Runs | None = None,
 ) -> list[bytes]:
-    """`memory.digest.digest`, with cells, of chunks in the order of the stream, none of them empty:
-    made by the device that has their bytes. Bytes outside of the memory are zeros. With `to`, which
-    takes the kernels, the same bytes are first copied there, and hashed in their new location."""
+    """The digests of chunks in the order of the stream, none of them empty: made by the device that
+    has their bytes. Bytes outside of the memory are zeros. With `to`, which takes the kernels, the
+    same bytes are first copied there, and hashed in their new location."""
     if not len(starts):
         return []
     begin, end, edges = cells_of(starts, sizes)
     table = ChunkTable.of(memory, begin, end, to)
     with torch.cuda.device(device), side_stream():
         cells = digests(table, device).cpu().numpy().tobytes()
-    return [
-        joined(cells[DIGEST_BYTES * low : DIGEST_BYTES * high]) for low, high in pairwise(edges)
-    ]
+    return joined_each(cells, edges)
 
 
-def cells_of(starts: Sequence[int], sizes: Sequence[int]) -> tuple[Column, Column, list[int]]:
+def cells_of(starts: Sizes, sizes: Sizes) -> tuple[Column, Column, list[int]]:
     """The cells of chunks, none of them empty: where each begins and ends, and the number of the
     first cell of each chunk, with the count of all of them at the end."""
     first, nbytes = np.array(starts, np.int64), np.array(sizes, np.int64)
@@ -233,14 +232,15 @@ def launch(function: ctypes.c_void_p, grid: int, threads: int, numbers: Iterable
 
 def _digests_on_host(hashed: ChunkTable, device: int) -> torch.Tensor:
     def of(first: int, nbytes: int) -> bytes:
-        running, at = running_digest(), 0
+        running, at = xxhash.xxh3_128(), 0
         while at < nbytes:
             base, end, _ = hashed.segments[first].tolist()
             address = (base + at) % (1 << 64)
             data = device_bytes(address, end - at, device).cpu() if base else None
-            running.update(bytes(end - at) if data is None else data.numpy())
+            bits: Any = bytes(end - at) if data is None else data.numpy()
+            running.update(bits)
             first, at = first + 1, end
-        return bytes(running.digest())
+        return running.digest()
 
     whole = b"".join(of(*row) for row in hashed.chunks.tolist())
     return torch.frombuffer(bytearray(whole or b"\0"), dtype=torch.uint8)[: len(whole)].view(

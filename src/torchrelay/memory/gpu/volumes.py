@@ -8,8 +8,8 @@ from typing import Protocol
 import numpy as np
 import torch
 
-from torchrelay.geometry import DIGEST_BYTES
-from torchrelay.geometry.runs import Runs
+from torchrelay.geometry.runs import Column, Runs
+from torchrelay.memory.digest import joined_each
 from torchrelay.memory.gpu import kernels
 from torchrelay.memory.gpu.chunk_table import ChunkTable
 from torchrelay.memory.gpu.side import side_stream
@@ -27,28 +27,33 @@ class PlacedVolume(Protocol):
 
 
 def table_of_volumes(address: int, volumes: Sequence[PlacedVolume]) -> ChunkTable:
-    """The chunks of volumes, in ascending order of their starts."""
-    starts, stops, end = [], [], 0
-    for one in volumes:
-        end = one.start + one.nbytes
-        starts.append(np.arange(one.start, end, one.chunk_bytes, dtype=np.uint64))
-        stops.append(np.minimum(starts[-1] + np.uint64(one.chunk_bytes), np.uint64(end)))
-    memory = Runs([0], [address], [end])
-    return ChunkTable.of(memory, np.concatenate(starts), np.concatenate(stops))
+    """The cells of the chunks of volumes, in ascending order of their starts."""
+    begin, end, _ = _cells_of(volumes)
+    memory = Runs([0], [address], [volumes[-1].start + volumes[-1].nbytes])
+    return ChunkTable.of(memory, begin, end)
 
 
-def split_by_volume(digests: bytes, volumes: Sequence[PlacedVolume]) -> list[bytes]:
-    """The digests of all chunks, apart for each volume."""
-    found, at = [], 0
+def split_by_volume(cells: bytes, volumes: Sequence[PlacedVolume]) -> list[bytes]:
+    """The digests of each volume's chunks, of those of the cells of all."""
+    digests, at, found = joined_each(cells, _cells_of(volumes)[2]), 0, []
     for one in volumes:
-        nbytes = DIGEST_BYTES * -(-one.nbytes // one.chunk_bytes)
-        found.append(digests[at : at + nbytes])
-        at += nbytes
+        count = -(-one.nbytes // one.chunk_bytes)
+        found.append(b"".join(digests[at : at + count]))
+        at += count
     return found
 
 
+def _cells_of(volumes: Sequence[PlacedVolume]) -> tuple[Column, Column, list[int]]:
+    starts, sizes = [], []
+    for one in volumes:
+        end = one.start + one.nbytes
+        starts.append(np.arange(one.start, end, one.chunk_bytes, dtype=np.int64))
+        sizes.append(np.minimum(one.chunk_bytes, end - starts[-1]))
+    return kernels.cells_of(np.concatenate(starts), np.concatenate(sizes))
+
+
 def digests_of_volumes(address: int, volumes: Sequence[PlacedVolume], device: int) -> list[bytes]:
-    """XXH3-128 of each volume's chunks, in ascending order of the volumes' starts."""
+    """The digests of each volume's chunks, in ascending order of the volumes' starts."""
     with torch.cuda.device(device), side_stream():
         found = kernels.digests(table_of_volumes(address, volumes), device).cpu()
     return split_by_volume(found.numpy().tobytes(), volumes)

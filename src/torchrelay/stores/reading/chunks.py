@@ -11,10 +11,9 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
-import xxhash
-
 from torchrelay.errors import CheckpointError, DamagedError, RelayError
 from torchrelay.geometry import DIGEST_BYTES
+from torchrelay.memory.digest import RunningDigest
 from torchrelay.memory.free import check_free
 from torchrelay.memory.thread_pool import run_on_threads
 from torchrelay.planning.stored import Names, images_in
@@ -212,7 +211,7 @@ class Verifier:
         self._step, self._record, self._task = step, record, task
         self._file = record.volumes[task.file]
         self._start = self._at = task.start
-        self._hasher = xxhash.xxh3_128()
+        self._hasher = RunningDigest()
 
     def update(self, view: memoryview) -> None:
         """`DamagedError` where a chunk ends that is not what was written."""

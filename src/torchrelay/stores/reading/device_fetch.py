@@ -22,6 +22,7 @@ import torch
 
 from torchrelay.geometry import DIGEST_BYTES
 from torchrelay.geometry.runs import Moves, Runs
+from torchrelay.memory.digest import joined_each
 from torchrelay.memory.gpu import kernels
 from torchrelay.memory.gpu.chunk_table import ChunkTable
 from torchrelay.memory.gpu.kernels import CudaError
@@ -201,18 +202,19 @@ class DeviceFetch:
         for group in groups:
             record = self._checkpoint.volumes[group.file]
             size = record.chunk_bytes
-            begin = np.arange(group.start, group.stop, size)
-            starts.append(begin - group.start + group.at)
-            stops.append(np.minimum(begin + size, group.stop) - group.start + group.at)
-            first = group.start // size * DIGEST_BYTES
-            expected.append(record.digests[first : first + len(begin) * DIGEST_BYTES])
-        chunks = [np.concatenate(column).astype(np.uint64) for column in (starts, stops)]
-        hashed = ChunkTable.of(Runs([0], [slab.data_ptr()], [slab.numel()]), chunks[0], chunks[1])
-        found = kernels.digests(hashed, self._device).cpu().numpy()
-        sent = np.frombuffer(b"".join(expected), np.uint8).reshape(found.shape)
-        bad = np.flatnonzero((found != sent).any(axis=1))
+            chunks = np.arange(group.start, group.stop, size)
+            starts.append(chunks - group.start + group.at)
+            stops.append(np.minimum(chunks + size, group.stop) - group.start + group.at)
+            place = group.start // size * DIGEST_BYTES
+            expected.append(record.digests[place : place + len(chunks) * DIGEST_BYTES])
+        first, last = np.concatenate(starts), np.concatenate(stops)
+        begin, end, edges = kernels.cells_of(first, last - first)
+        hashed = ChunkTable.of(Runs([0], [slab.data_ptr()], [slab.numel()]), begin, end)
+        cells = kernels.digests(hashed, self._device).cpu().numpy().tobytes()
+        found = np.frombuffer(b"".join(joined_each(cells, edges)), f"V{DIGEST_BYTES}")
+        bad = np.flatnonzero(found != np.frombuffer(b"".join(expected), f"V{DIGEST_BYTES}"))
         if len(bad):
-            at = int(chunks[0][bad[0]])  # in the slab
+            at = int(first[bad[0]])  # in the slab
             group = next(group for group in reversed(groups) if group.at <= at)
             start = group.start + at - group.at
             stop = min(start + self._checkpoint.volumes[group.file].chunk_bytes, group.stop)

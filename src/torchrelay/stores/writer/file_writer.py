@@ -16,9 +16,8 @@ from contextlib import contextmanager
 from itertools import zip_longest
 from typing import TYPE_CHECKING, NamedTuple
 
-import xxhash
-
 from torchrelay.errors import CheckpointError
+from torchrelay.memory.digest import RunningDigest
 from torchrelay.memory.pages import host_view
 from torchrelay.memory.thread_pool import run_on_threads
 from torchrelay.shortage import raise_shortage
@@ -149,7 +148,7 @@ class FileWriter:
         size = part.stop - part.start if _are_known(file, *part[1:3]) else file.chunk_bytes
         for at in range(part.start, part.stop, size):
             end = min(at + size, part.stop)
-            hasher = None if _are_known(file, at, end) else xxhash.xxh3_128()
+            hasher = None if _are_known(file, at, end) else RunningDigest()
             for position, view in _pieces(part.memory, at, end, buffer):
                 if hasher is not None:
                     hasher.update(view)

@@ -273,7 +273,6 @@ class Sending:
             self._record,
             receiver.transfer,
             outgoing.verify is not False,
-            outgoing.cells,
             self._options.route,
             {name: facts for name, facts in said.items() if isinstance(facts, bytes)},
             {name: why.because for name, why in said.items() if isinstance(why, r.Unavailable)},

@@ -249,7 +249,7 @@ class MemoryFetch(ReadingFetch):
         """Some at a time: each piece is hashed where it has come to lie while it is in cache."""
         begin, size = self._chunks.offsets[chunk], self._chunks.sizes[chunk]
         found = moves(self._sources.only([begin], [size]), self._places.host)
-        rolling = RollingDigest(begin, cells=self._cells)
+        rolling = RollingDigest(begin)
         for batch in batches(found, piece=IN_CACHE):
             read(self._facts.location.pid, batch)
             rolling.add(batch.copies.positions.tolist(), batch.here.tolist())

@@ -39,11 +39,6 @@ class Outgoing:
         """Whether some of it lies on a GPU."""
         return in_use() and "cuda" in self.snapshot.devices
 
-    @property
-    def cells(self) -> bool:
-        """Whether digests are made of cells: a device can make them."""
-        return self.from_gpu
-
     # Where the bytes lie
 
     @cached_property
@@ -111,18 +106,15 @@ class Outgoing:
 
     @property
     def hashes(self) -> bool:
-        """Whether digests are made while chunks leave. Digests of cells are made before."""
-        return self.verify is not False and not self.cells
+        """Whether digests are made while chunks leave, where they are not known by then."""
+        return self.verify is not False
 
     @contextmanager
     def borrow(self, index: int) -> Iterator[tuple[torch.Tensor, bytes]]:
         """Within: a chunk in host memory, and its digest where that is known."""
         with self._bytes(index) as data:
-            if self.verify is not False and self.cells and index not in self._digests:
-                if index in self.on_gpu:
-                    self.hash_on_devices()
-                else:
-                    self.note_digest(index, digest_of(data, cells=True))
+            if self.verify is not False and index in self.on_gpu:
+                self.hash_on_devices()
             yield data, self._digests.get(index, b"")
 
     def note_digest(self, index: int, digest: bytes) -> None:
@@ -135,7 +127,7 @@ class Outgoing:
         if known := self._digests.get(index, b""):
             return known
         with self._bytes(index) as data:
-            return self._digests.setdefault(index, digest_of(data, cells=self.cells))
+            return self._digests.setdefault(index, digest_of(data))
 
     def hash_on_devices(self) -> None:
         """Have GPUs make the digests of all chunks that lie there."""

@@ -41,7 +41,6 @@ class ReadingFetch(RouteFetch):
         self.target, self._chunks = incoming.target, incoming.target.chunks
         self._progress = FetchProgress(incoming)
         self._verify = self.verified = verify
-        self._cells = incoming.offer.cells
         self._workers: Workers | None = None
         self._outstanding = 0
         self._mine: dict[int, bytes] = {}  # digests of what was read
@@ -111,7 +110,7 @@ class ReadingFetch(RouteFetch):
     def _land(self, chunk: int, data: torch.Tensor) -> None:
         later = self._verify and chunk in self._on_gpu  # hashed where it has come to lie
         if self._verify and not later:
-            self._mine[chunk] = digest_of(data, cells=self._cells)
+            self._mine[chunk] = digest_of(data)
         with on_side_stream():
             self.target.write(chunk, data)
         if later:

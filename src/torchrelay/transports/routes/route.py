@@ -145,7 +145,7 @@ class Incoming:
     def on_gpu(self) -> DeviceChunks:
         """The chunks that a GPU can hash where they land."""
         chunks = self.target.chunks
-        if not (self.offer.cells and in_use()):
+        if not in_use():
             return DeviceChunks(chunks, Runs([], [], []))
         return DeviceChunks(chunks, self.target.stream.device)
 

@@ -183,7 +183,6 @@ class _ChunkTransfer:
             partial(incoming.member.buffer, pinned=incoming.pins),
             self._talk.inbox.put,
             verify=incoming.offer.verify,
-            cells=incoming.offer.cells,
             keep=0 if go.downstream is None else FORWARDED * go.connections,
         )
         self._progress = r.FetchProgress(incoming)

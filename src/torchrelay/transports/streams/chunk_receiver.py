@@ -18,7 +18,6 @@ from torchrelay.errors import ResourceError
 from torchrelay.landing.read_target import ReadTarget
 from torchrelay.memory import threads
 from torchrelay.memory.gpu.device_chunks import DeviceChunks
-from torchrelay.memory.gpu.kernels import digest_of
 from torchrelay.memory.gpu.side import on_side_stream
 from torchrelay.memory.host import at_address
 from torchrelay.shortage import shortage
@@ -67,11 +66,10 @@ class ChunkReceiver:
         report: Callable[[object], None],
         *,
         verify: bool,
-        cells: bool,
         keep: int = 0,
     ) -> None:
         self._target, self._on_gpu = target, on_gpu
-        self._verify, self._cells = verify, cells
+        self._verify = verify
         self._host = target.stream.host
         self._buffer, self.report = buffer, report
         self._room = threading.Semaphore(keep) if keep else None
@@ -88,7 +86,7 @@ class ChunkReceiver:
         arrived = buffered = False
         try:
             data, buffered = self._memory(index)
-            hashes = self._verify and index not in self._on_gpu and not self._cells
+            hashes = self._verify and index not in self._on_gpu
             made, sent = sock.take_chunk(memoryview(data.numpy()), hashes=hashes)  # type: ignore[arg-type]
             try:
                 arrived = self._landed(index, data, buffered, made, sent)
@@ -120,8 +118,6 @@ class ChunkReceiver:
     ) -> bool:
         """Bring a chunk to its place; whether it has the digest that it was sent with."""
         on_gpu = index in self._on_gpu  # hashed where it has come to lie
-        if self._verify and not made and not on_gpu:
-            made = digest_of(data, cells=self._cells)
         if buffered and (on_gpu or not self._verify or made == sent):
             with on_side_stream():
                 self._target.write(index, data)

@@ -18,7 +18,7 @@ from contextlib import suppress
 import xxhash
 
 from torchrelay.geometry import DIGEST_BYTES
-from torchrelay.memory.digest import running_digest
+from torchrelay.memory.digest import RunningDigest
 
 PIECE = 512 << 10  # bytes
 SLOW_SECONDS = 0.003  # to get the interpreter's lock back: an idle one takes microseconds
@@ -44,12 +44,12 @@ class DataSocket:
         """Send a chunk; returns its digest, made on the way unless it is `known`."""
         with self._moving:
             self._send(memoryview(_checked(index)))
-            running = running_digest() if hashes and not known else None
+            running = RunningDigest() if hashes and not known else None
             for piece in self._pieces(data):
                 if running is not None:
                     running.update(piece)
                 self._send(piece)
-            digest = known if running is None else bytes(running.digest())
+            digest = known if running is None else running.digest()
             self._send(memoryview(digest or bytes(DIGEST_BYTES)))
             return digest
 
@@ -73,14 +73,14 @@ class DataSocket:
         """Fill memory with the chunk whose index was taken; returns the digest of the bytes that
         came, if it is wanted, and the one that they were sent with."""
         with self._moving:
-            running = running_digest() if hashes else None
+            running = RunningDigest() if hashes else None
             for piece in self._pieces(memory):
                 self._fill(piece)
                 if running is not None:
                     running.update(piece)
             sent = bytearray(DIGEST_BYTES)
             self._fill(memoryview(sent))
-            return b"" if running is None else bytes(running.digest()), bytes(sent)
+            return b"" if running is None else running.digest(), bytes(sent)
 
     def cut(self) -> None:
         """Close the connection, in the middle of a chunk if need be."""

@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 from torchrelay.errors import RemoteProtocolError
 
-VERSION = 3
+VERSION = 4
 NONCE_BYTES = 16
 ID_BYTES = 16
 KEY_BYTES = 32

@@ -104,7 +104,6 @@ class Offer(_LargeMessage, frozen=True):
     record: Blob
     transfer: Id
     verify: bool = True
-    cells: bool = False  # digests are made of cells, as a device makes them
     route: Name | None = None  # the only one I take
     routes: Annotated[dict[Name, Blob], Meta(max_length=64)] = {}
     unavailable: Reasons = {}  # routes that I cannot serve, and why
