@@ -28,8 +28,9 @@ from torchrelay.checkpointer.stop_rule import (
     learn,
     may_pass,
 )
-from torchrelay.coordination.coordinator import COORDINATOR, Coordinator
+from torchrelay.coordination.coordinator import Coordinator
 from torchrelay.coordination.group_store import GroupStore
+from torchrelay.coordination.messages import COORDINATOR
 from torchrelay.errors import CheckpointError, StorageTimeoutError, UsageError
 from torchrelay.memory import threads
 from torchrelay.owner import Owner

@@ -20,13 +20,12 @@ from typing import Any
 import msgspec
 import xxhash
 
-from torchrelay.coordination.call import Call, CallChannel, GroupCall
+from torchrelay.coordination.call import Call, GroupCall
+from torchrelay.coordination.channel import CallChannel
 from torchrelay.coordination.group_store import GroupStore, StoreLost
 from torchrelay.coordination.groups import check_group, default_group, members_of, store_of
-from torchrelay.coordination.messages import CallName, RankMessage
+from torchrelay.coordination.messages import COORDINATOR, CallName, RankMessage
 from torchrelay.metrics import Measurement
-
-COORDINATOR = 0
 
 _channels: weakref.WeakKeyDictionary[Any, dict[str, dict[str, CallChannel]]]
 _channels = weakref.WeakKeyDictionary()  # of this process, by group, purpose and name
@@ -49,7 +48,7 @@ class Coordinator:
         self._alone = group is None
         self.channel: CallChannel | None = None  # where several ranks meet
         if self.world > 1:
-            store = GroupStore(store_of(group), f"torchrelay/{purpose}/")
+            store = GroupStore(store_of(group), f"torchrelay/{purpose}/", self.world)
             # Counted in the store, which lives as long as the group, unlike a process.
             self._number = store.add(f"made/{self.rank}/{name}", 1)
             subject = f" of the {purpose} {name}" if name else ""

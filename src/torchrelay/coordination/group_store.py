@@ -24,6 +24,7 @@ from torchrelay.errors import CheckpointError
 PIECE_BYTES = 1 << 20
 POLL = (0.0005, 0.25)  # seconds between two looks at the store: first, and after a long wait
 LATE = 0.05  # of the time waited: how late a value may be found
+MOST_REQUESTS = 20_000  # a second, of all ranks that wait: about a third of what a TCPStore serves
 LOOK = 0.1  # seconds between two looks at anything else meanwhile, or longer if `POLL` is
 READS = 3  # of a value that has other bytes than were written, before that is an error
 _FACTS = struct.Struct(">I16s")  # the number of the other pieces, the digest of the value
@@ -43,13 +44,18 @@ class StoreDamaged(StoreLost):
 
 
 class GroupStore:
-    """Keys below a prefix. `StoreLost` where the process that holds the store is gone."""
+    """Keys below a prefix. `StoreLost` where the process that holds the store is gone. `ranks`: how
+    many may wait in it at once."""
 
-    def __init__(self, store: Any, prefix: str = "") -> None:
-        self._store, self._prefix = store, prefix
+    def __init__(self, store: Any, prefix: str = "", ranks: int = 1) -> None:
+        self._store, self._prefix, self._ranks = store, prefix, ranks
 
     def below(self, prefix: str) -> GroupStore:
-        return GroupStore(self._store, f"{self._prefix}{prefix}/")
+        return GroupStore(self._store, f"{self._prefix}{prefix}/", self._ranks)
+
+    def pause_after(self, waited: float) -> float:
+        """Seconds until the next look of a rank that has waited for so long."""
+        return pause_after(waited, self._ranks)
 
     def put(self, key: str, data: bytes) -> None:
         """Write a value. If it cannot be written whole, nothing of it stays."""
@@ -137,22 +143,24 @@ class GroupStore:
         return bool(self._ask("check", [self._prefix + key for key in keys], whole=True))
 
     def wait_for(
-        self, keys: list[str], seconds: float, look: Callable[[], None] = lambda: None
+        self, keys: list[str], seconds: float, look: Callable[[], object] = lambda: None
     ) -> bool:
-        """Whether all of the keys exist in time; calls `look` now and then.
+        """Whether all of the keys exist in time. Calls `look` now and then, and ends where that
+        returns something true.
 
         The store's own wait would block every other user of the store. One process serves the store
-        to all ranks of a job, and all may wait for a slow one: the longer a rank has waited, the
-        rarer it asks.
+        to all ranks of a job, and all may wait for a slow one: the longer a rank has waited, and
+        the more ranks there are, the rarer it asks.
         """
         begun = now = next_look = time.monotonic()
         end = begun + seconds
         while not self.has(*keys):
             now = time.monotonic()
-            pause = pause_after(now - begun)
+            pause = self.pause_after(now - begun)
             if now >= next_look:
                 next_look = now + max(LOOK, pause)
-                look()
+                if look():
+                    return False
             if now > end:
                 return False
             time.sleep(min(pause, max(end - now, POLL[0])))
@@ -188,10 +196,10 @@ class GroupStore:
             ) from fault
 
 
-def pause_after(waited: float) -> float:
-    """Seconds until the next look of who has waited for so long."""
+def pause_after(waited: float, ranks: int = 1) -> float:
+    """Seconds until the next look of a rank that has waited for so long, of so many that wait."""
     first, longest = POLL
-    return max(first, min(LATE * waited, longest))
+    return max(first, ranks / MOST_REQUESTS, min(LATE * waited, longest))
 
 
 def _pieces(key: str, count: int) -> list[str]:

@@ -17,6 +17,7 @@ _KINDS: dict[str, type[RelayError]] = {
     if isinstance(kind, type) and issubclass(kind, RelayError)
 }
 Message = TypeVar("Message")
+COORDINATOR = 0  # the rank that decides
 _CONTEXT = ("rank", "step", "phase", "path", "file", "offset")
 
 

@@ -12,8 +12,8 @@ from typing import Any
 import msgspec
 
 from torchrelay.coordination.call import Call
-from torchrelay.coordination.coordinator import COORDINATOR, Coordinator
-from torchrelay.coordination.messages import decoded
+from torchrelay.coordination.coordinator import Coordinator
+from torchrelay.coordination.messages import COORDINATOR, decoded
 from torchrelay.deadlines import Deadline, Stopwatch, Timeout
 from torchrelay.endpoint.gpu_destination import wants_gpu
 from torchrelay.errors import (

@@ -16,8 +16,8 @@ from typing import Any
 import msgspec
 
 from torchrelay.coordination.call import Call
-from torchrelay.coordination.coordinator import COORDINATOR, Coordinator
-from torchrelay.coordination.messages import decoded
+from torchrelay.coordination.coordinator import Coordinator
+from torchrelay.coordination.messages import COORDINATOR, decoded
 from torchrelay.deadlines import Deadline, Timeout
 from torchrelay.endpoint.encoding import Encoding
 from torchrelay.endpoint.publish.device_path import DevicePath

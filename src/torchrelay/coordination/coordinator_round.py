@@ -1,0 +1,189 @@
+"""One round of a call on the coordinator, as a state machine: requests out, their answers in. Pure.
+
+The machine has no store, thread or clock. `call.py` carries out its requests; tests do so with a
+recorder, and in every order that the requests of three ranks can have.
+
+| stage     | requests                          | answer                             | next      |
+|-----------|-----------------------------------|------------------------------------|-----------|
+| GATHERING | WAIT for a message of every rank  | all are here                       | READING   |
+|           |                                   | the call was called off            | OVER      |
+|           |                                   | the time is up                     | ENDING    |
+| READING   | READ each message                 | all ranks make this call           | DECIDING  |
+|           |                                   | one is gone: its rank gave up      | GATHERING |
+|           |                                   | one is damaged                     | ENDING    |
+|           |                                   | the call was called off            | OVER      |
+|           |                                   | ranks make different calls         | REJECTING |
+| REJECTING | ANSWER each rank whose call fails | this rank's call fails             | OVER      |
+|           |                                   | those of others fail               | GATHERING |
+| DECIDING  | REMOVE each message, DECIDE,      |                                    | OVER      |
+|           | ANSWER each rank                  |                                    |           |
+| ENDING    | NOTE that the call has failed;    |                                    | OVER      |
+|           | READ, REMOVE, ANSWER each message |                                    |           |
+|           | of it that is here                |                                    |           |
+
+Before GATHERING begins again because a message is gone, the machine requests a PAUSE, which also
+ends where the time is up.
+
+In a first round there is no REMOVE. A rank leaves the messages of all its first rounds under one
+key, and may give up at any time: between READ and REMOVE its next message could have come there. So
+it alone removes them, and a message that was answered counts as gone. In later rounds each message
+has a key of its own.
+
+A decision is made with the messages that were read, and each rank is answered, though it may have
+given up meanwhile.
+
+Example: rank 1 is at step 7 and rank 2 at step 8, as this rank is. WAIT, READ 1, READ 2, and the
+call of rank 1 fails: ANSWER 1. WAIT for the next message of rank 1, READ 1, READ 2: all are at step
+8. DECIDE, ANSWER 1, ANSWER 2.
+"""
+
+from __future__ import annotations
+
+from enum import Enum, unique
+from typing import NamedTuple
+
+from torchrelay.coordination.messages import COORDINATOR, CallName, conflicts
+
+
+class Stage(Enum):
+    GATHERING = "waits until every rank has left a message"
+    READING = "reads the messages"
+    REJECTING = "answers the ranks whose calls fail"
+    DECIDING = "decides, and answers all ranks"
+    ENDING = "lets the call fail on all ranks"
+    OVER = "ended, as `outcome` says"
+
+
+@unique
+class Verb(Enum):
+    """A request to the driver; behind it the type of the answer."""
+
+    WAIT = "wait for a message of every rank"  # a `Seen`
+    PAUSE = "wait a moment, before the next look"  # a `Seen`
+    READ = "read a message"  # a `Sent`; DAMAGED, OFF; None if it is gone, or soon will be
+    REMOVE = "remove a message"  # None
+    DECIDE = "decide, with all messages"  # None
+    ANSWER = "answer a rank"  # None
+    NOTE = "leave a note that the call has failed, for ranks that come later"  # None
+
+
+class Request(NamedTuple):
+    verb: Verb
+    rank: int = COORDINATOR
+
+
+class Seen(Enum):
+    """The end of a wait, or what was found instead of a message."""
+
+    HERE = "all that was waited for is here"
+    LATE = "the time is up"
+    OFF = "the call was called off: it cannot come about any more"
+    DAMAGED = "a message has other bytes than were written"
+
+
+class Sent(NamedTuple):
+    """A message, as far as it matters here: the call that its rank makes."""
+
+    name: CallName
+
+
+class Outcome(Enum):
+    DECIDED = "there is an answer for each rank"
+    REJECTED = "the call of this rank fails: `rejected` has the reason"
+    OFF = "it was called off"
+    FAILED = "the call failed on all ranks"
+
+
+Answer = Seen | Sent | None
+
+
+class CoordinatorRound(NamedTuple):
+    """The state of a round. `after` returns the next one."""
+
+    name: CallName
+    others: tuple[int, ...]  # the other ranks
+    first: bool  # whether it is the first round of its call
+    behind: tuple[tuple[int, int], ...] = ()  # by rank: the step at which its call failed last
+    stage: Stage = Stage.GATHERING
+    todo: tuple[Request, ...] = (Request(Verb.WAIT),)
+    sent: tuple[tuple[int, Sent], ...] = ()  # by rank: the messages that were read
+    rejected: tuple[tuple[int, str], ...] = ()  # by rank: why its call fails
+    outcome: Outcome | None = None
+
+    @property
+    def request(self) -> Request:
+        """What to carry out next."""
+        return self.todo[0]
+
+    @property
+    def gone(self) -> list[int]:
+        """After READING: the ranks whose message was not there."""
+        return [rank for rank in self.others if rank not in dict(self.sent)]
+
+    def after(self, answer: Answer) -> CoordinatorRound:
+        """The request was carried out."""
+        request, todo = self.todo[0], self.todo[1:]
+        found = self._replace(todo=todo)._learned(request, answer)
+        while not found.todo and found.stage is not Stage.OVER:
+            found = found._next_stage()
+        return found
+
+    def _learned(self, request: Request, answer: Answer) -> CoordinatorRound:
+        verb, rank = request
+        if answer is Seen.OFF:
+            return self._over(Outcome.OFF)
+        if answer is Seen.LATE or (answer is Seen.DAMAGED and self.stage is Stage.READING):
+            return self._ending()
+        if verb is not Verb.READ or not isinstance(answer, Sent):
+            return self
+        found = self._replace(sent=(*self.sent, (rank, answer)))
+        if self.stage is Stage.ENDING and answer.name == self.name:
+            todo = (*self._removes(rank), Request(Verb.ANSWER, rank), *self.todo)
+            found = found._replace(todo=todo)
+        return found
+
+    def _removes(self, *ranks: int) -> list[Request]:
+        return [] if self.first else [Request(Verb.REMOVE, rank) for rank in ranks]
+
+    def _next_stage(self) -> CoordinatorRound:
+        if self.stage is Stage.GATHERING:
+            reads = [Request(Verb.READ, rank) for rank in self.others]
+            return self._replace(stage=Stage.READING, todo=tuple(reads), sent=())
+        if self.stage is Stage.READING:
+            return self._compared()
+        if self.stage is Stage.REJECTING:
+            here = COORDINATOR in dict(self.rejected)
+            return self._over(Outcome.REJECTED) if here else self._gathering()
+        ended = Outcome.DECIDED if self.stage is Stage.DECIDING else Outcome.FAILED
+        return self._over(ended)
+
+    def _compared(self) -> CoordinatorRound:
+        """All ranks that sent a message make the same call, or some calls fail."""
+        if self.gone:
+            return self._gathering(Request(Verb.PAUSE))
+        calls = [self.name, *(one.name for _, one in self.sent)]
+        rejected = conflicts(calls, dict(self.behind))
+        answers = [Request(Verb.ANSWER, rank) for rank in self.others]
+        if not rejected:
+            todo = (*self._removes(*self.others), Request(Verb.DECIDE), *answers)
+            return self._replace(stage=Stage.DECIDING, todo=todo, behind=())
+        return self._replace(
+            stage=Stage.REJECTING,
+            todo=tuple([one for one in answers if one.rank in rejected]),
+            behind=tuple([(rank, calls[rank].step or 0) for rank in rejected]),
+            rejected=tuple(rejected.items()),
+        )
+
+    def _gathering(self, *before: Request) -> CoordinatorRound:
+        return self._replace(stage=Stage.GATHERING, todo=(*before, Request(Verb.WAIT)))
+
+    def _ending(self) -> CoordinatorRound:
+        """Ranks that come later find a note. In a first round without a step there is none: the
+        call that they make may be the next one."""
+        noted = not self.first or self.name.step is not None
+        reads = [Request(Verb.READ, rank) for rank in self.others]
+        todo = (*([Request(Verb.NOTE)] if noted else []), *reads)
+        return self._replace(stage=Stage.ENDING, todo=todo, sent=())
+
+    def _over(self, outcome: Outcome) -> CoordinatorRound:
+        return self._replace(stage=Stage.OVER, todo=(), outcome=outcome)

@@ -1,0 +1,144 @@
+"""The state machines of a round, driven by hand: each row of their tables."""
+
+from __future__ import annotations
+
+import pytest
+
+from torchrelay.coordination import member_round as member
+from torchrelay.coordination.coordinator_round import (
+    Answer,
+    CoordinatorRound,
+    Outcome,
+    Request,
+    Seen,
+    Sent,
+    Stage,
+    Verb,
+)
+from torchrelay.coordination.member_round import MemberRound
+from torchrelay.coordination.messages import CallName
+
+SAVE, NEXT, LOAD = CallName("save", 7), CallName("save", 8), CallName("load")
+
+
+def driven(machine: CoordinatorRound, *answers: Answer) -> tuple[CoordinatorRound, list[str]]:
+    """The machine after these answers, and the requests that they were for."""
+    requests = []
+    for answer in answers:
+        requests.append(shown(machine.request))
+        machine = machine.after(answer)
+    return machine, requests
+
+
+def shown(request: Request) -> str:
+    return f"{request.verb.name} {request.rank}" if request.rank else request.verb.name
+
+
+def coordinator(name: CallName = SAVE, *, first: bool = True) -> CoordinatorRound:
+    return CoordinatorRound(name, (1, 2), first)
+
+
+def test_ranks_that_make_one_call_get_a_decision() -> None:
+    answers = [Seen.HERE, Sent(SAVE), Sent(SAVE), None, None, None]
+    made, requests = driven(coordinator(), *answers)
+    assert requests == ["WAIT", "READ 1", "READ 2", "DECIDE", "ANSWER 1", "ANSWER 2"]
+    assert made.stage is Stage.OVER and made.outcome is Outcome.DECIDED
+
+
+def test_messages_of_later_rounds_are_removed_before_the_decision() -> None:
+    answers = [Seen.HERE, Sent(SAVE), Sent(SAVE), None, None, None, None, None]
+    made, requests = driven(coordinator(first=False), *answers)
+    assert requests[3:] == ["REMOVE 1", "REMOVE 2", "DECIDE", "ANSWER 1", "ANSWER 2"]
+    assert made.outcome is Outcome.DECIDED
+
+
+def test_a_message_that_is_gone_is_waited_for_again() -> None:
+    made, requests = driven(coordinator(), Seen.HERE, None, Sent(SAVE), Seen.HERE, Seen.HERE)
+    assert requests == ["WAIT", "READ 1", "READ 2", "PAUSE", "WAIT"]
+    assert made.stage is Stage.READING and made.gone == [1, 2] and made.request.rank == 1
+
+
+def test_the_pause_ends_with_the_time() -> None:
+    made, _ = driven(coordinator(), Seen.HERE, None, Sent(SAVE), Seen.LATE)
+    assert made.stage is Stage.ENDING
+
+
+def test_a_rank_that_is_behind_is_answered_and_waited_for() -> None:
+    made, requests = driven(coordinator(NEXT), Seen.HERE, Sent(SAVE), Sent(NEXT), None)
+    assert requests[3:] == ["ANSWER 1"]
+    assert made.stage is Stage.GATHERING and made.behind == ((1, 7),)
+    made, _ = driven(made, Seen.HERE, Sent(SAVE), Sent(NEXT))
+    assert dict(made.rejected).keys() == {0, 2}, "it does not come further"
+    made, requests = driven(made, None)
+    assert requests == ["ANSWER 2"] and made.outcome is Outcome.REJECTED
+
+
+def test_a_coordinator_that_is_behind_fails_alone() -> None:
+    made, _ = driven(coordinator(), Seen.HERE, Sent(NEXT), Sent(NEXT))
+    assert made.stage is Stage.OVER and made.outcome is Outcome.REJECTED
+    assert "save of step 7" in dict(made.rejected)[0]
+
+
+def test_calls_of_different_kinds_all_fail() -> None:
+    made, requests = driven(coordinator(), Seen.HERE, Sent(LOAD), Sent(SAVE), None, None)
+    assert requests[3:] == ["ANSWER 1", "ANSWER 2"] and made.outcome is Outcome.REJECTED
+
+
+@pytest.mark.parametrize("answers", [[Seen.LATE], [Seen.HERE, Sent(SAVE), Seen.DAMAGED]])
+def test_a_call_that_fails_does_so_on_the_ranks_that_came(answers: list[Answer]) -> None:
+    made, _ = driven(coordinator(), *answers)
+    assert made.stage is Stage.ENDING
+    made, requests = driven(made, None, Sent(SAVE), None, Sent(NEXT))
+    assert requests == ["NOTE", "READ 1", "ANSWER 1", "READ 2"], "rank 2 makes another call"
+    assert made.outcome is Outcome.FAILED
+    made, _ = driven(coordinator(first=False), *answers)
+    made, requests = driven(made, None, Seen.DAMAGED, Sent(SAVE), None, None)
+    assert requests == ["NOTE", "READ 1", "READ 2", "REMOVE 2", "ANSWER 2"]
+
+
+def test_there_is_no_note_for_a_call_that_may_be_the_next_one() -> None:
+    made, _ = driven(coordinator(LOAD), Seen.LATE)
+    assert shown(made.request) == "READ 1"
+
+
+@pytest.mark.parametrize("answers", [[Seen.OFF], [Seen.HERE, Sent(SAVE), Seen.OFF]])
+def test_a_call_that_was_called_off_is_over(answers: list[Answer]) -> None:
+    made, _ = driven(coordinator(), *answers)
+    assert made.stage is Stage.OVER and made.outcome is Outcome.OFF
+
+
+def test_each_request_has_a_name_of_its_own() -> None:
+    assert len(Verb) == 7
+
+
+# Of another rank
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_a_member_takes_its_answer(first: bool) -> None:
+    made = MemberRound(first).sent().waited(Seen.HERE)
+    assert made.stage is member.Stage.TAKING
+    made = made.took(True)
+    assert made.answered and not made.unread
+    assert made.stage is (member.Stage.LEAVING if first else member.Stage.OVER)
+    assert made.left().stage is member.Stage.OVER
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_a_member_removes_the_message_of_a_call_that_was_called_off(first: bool) -> None:
+    made = MemberRound(first).sent().waited(Seen.OFF)
+    assert made.stage is member.Stage.LEAVING and made.answered and made.unread
+
+
+@pytest.mark.parametrize("first", [True, False])
+@pytest.mark.parametrize("how", ["late", "gone", "interrupted"])
+def test_a_member_that_gives_up_leaves_a_message_in_later_rounds(first: bool, how: str) -> None:
+    made = MemberRound(first).sent()
+    if how == "gone":
+        made = made.waited(Seen.HERE).took(False)
+    else:
+        made = made.waited(Seen.LATE) if how == "late" else made.broken_off()
+    assert not made.answered and made.unread
+    assert made.stage is (member.Stage.LEAVING if first else member.Stage.OVER)
+    if first:
+        assert made.broken_off().stage is member.Stage.OVER, "the store is lost"
