@@ -89,7 +89,7 @@ class World(NamedTuple):
 
 @dataclass(frozen=True)
 class Mistakes:
-    """Changes of the rules, each of which has to be found."""
+    """Changes of the rules. The tests find each."""
 
     keeps: bool = False  # a rank leaves its message behind
     forgets: bool = False  # the coordinator takes a message that it has answered for a new one
@@ -273,7 +273,7 @@ def explored(job: Job, begin: World) -> dict[World, list[World]]:
 
 
 def checked(job: Job, begin: World) -> list[World]:
-    """The ends of all orders, each of which is right."""
+    """The ends of all orders, after a check of each."""
     found = explored(job, begin)
     before: dict[World, list[World]] = {}
     for world, following in found.items():

@@ -85,6 +85,7 @@ def test_a_save_interrupted_at_any_line_leaves_the_next_ones_right(
     keeping = (
         "shares/planner.py",
         "checkpointer/saver.py",
+        "checkpointer/save_attempt.py",
         "checkpointer/share_writer.py",
         "stores/writer/client.py",
     )

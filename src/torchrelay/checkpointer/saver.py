@@ -1,45 +1,33 @@
-"""A save, from the caller's state to a committed step.
+"""Saves of one `Checkpointer`, one at a time; each is a `SaveAttempt`.
 
-    begin    the ranks wait for the save before; the coordinator creates a draft
-    plan     the ranks compare what they have, and each knows what it writes
-    write    each rank copies its share if it must, then hashes, writes and syncs its files
-    commit   the coordinator writes the commit record and puts the step in place
-
-A rank that fails makes every rank fail, and the draft is removed; `step_draft` says how a commit
-may end. Of an asynchronous save the caller waits for the plan and the copy.
+A rank that fails makes every rank fail, and the draft is removed. Of an asynchronous save the
+caller waits for the plan and the copy; a thread brings it to its end.
 """
 
 from __future__ import annotations
 
 import queue
 import threading
-from contextlib import ExitStack
 from functools import partial
 
 import msgspec
 
 from torchrelay.checkpointer.catalog import StepCatalog
-from torchrelay.checkpointer.share_writer import Save, ShareWriter, StagedShare
+from torchrelay.checkpointer.save_attempt import SaveAttempt
+from torchrelay.checkpointer.share_writer import Save, ShareWriter
 from torchrelay.coordination.coordinator import Coordinator
-from torchrelay.coordination.messages import decoded
 from torchrelay.deadlines import Deadline
 from torchrelay.errors import CheckpointError, StorageTimeoutError, UsageError
 from torchrelay.memory import threads
 from torchrelay.memory.bounded import bounded
-from torchrelay.pending import Pending, logger
-from torchrelay.record.encoding import encode
-from torchrelay.record.schema import Record
-from torchrelay.results import Outcome, Report
-from torchrelay.shares.commit_record import commit_record, decode_shares
-from torchrelay.shares.planner import PlannedShare, SharePlanner
-from torchrelay.shares.step_draft import GRACE, StepDraft
-from torchrelay.stores.tokens import new_token
+from torchrelay.pending import Pending
+from torchrelay.results import Report
+from torchrelay.shares.planner import SharePlanner
 
-# Token, id and path or URL of a draft, as the coordinator has them.
-_begun = msgspec.msgpack.Decoder(tuple[str, str, str])
 _encode = msgspec.msgpack.Encoder().encode
 
-_Outcome = queue.SimpleQueue[tuple[PlannedShare, StagedShare] | BaseException]
+# Of the caller's half of an asynchronous save: None once the state is copied, or why it is not.
+_Outcome = queue.SimpleQueue[BaseException | None]
 
 
 class Saver:
@@ -55,18 +43,21 @@ class Saver:
         self.failures = 0  # of asynchronous saves
         self.pending: Pending | None = None  # the last asynchronous save
 
+    def _attempt(self, save: Save) -> SaveAttempt:
+        return SaveAttempt(save, self._ranks, self._catalog, self._planner, self.writer)
+
     def save(self, save: Save, state: object) -> Report:
         """Write a state and return when it is committed."""
+        attempt = self._attempt(save)
         with self._ranks.measured("save", save.step) as measured:
             try:
-                self._begin(save)
-                planned = self._plan(save, state)
-                with save.watch("write"):
-                    written = self.writer.write(save, planned.share)
+                attempt.begin(self._wait)
+                attempt.plan(state)
+                attempt.write()
             except BaseException as fault:
-                self._give_up(save, fault)
+                attempt.give_up(fault)
                 raise
-            report = self._commit(save, planned, written)
+            report = attempt.commit()
             measured.end(report)
         return report
 
@@ -88,17 +79,17 @@ class Saver:
         return pending
 
     def _stage(self, save: Save, state: object, pending: Pending, owner: object) -> None:
-        outcome: _Outcome = queue.SimpleQueue()
-        end = partial(self._complete, save, outcome, pending, owner)
+        """The caller's half of an asynchronous save."""
+        attempt, outcome = self._attempt(save), _Outcome()
+        end = partial(self._complete, attempt, outcome, pending, owner)
         thread = threading.Thread(target=end, name="torchrelay-commit", daemon=True)
         try:
-            self._begin(save)
+            attempt.begin(self._wait)
             self.pending = pending
             threads.begin(thread)
-            planned = self._plan(save, state)
-            with save.watch("stage"):
-                staged = self.writer.stage(save, planned)
-            outcome.put((planned, staged))
+            attempt.plan(state)
+            attempt.copy()
+            outcome.put(None)
         except BaseException as fault:
             outcome.put(fault)
             if thread.ident is None:  # there is no other thread
@@ -108,6 +99,36 @@ class Saver:
                     pending.exception()
                 raise
             self.pending = pending
+
+    def _complete(
+        self, attempt: SaveAttempt, outcome: _Outcome, pending: Pending, owner: object
+    ) -> None:
+        """The other half, on a thread."""
+        saved, fault = self._ended(attempt, outcome.get(), pending)
+        # The state is released by now: a caller that waits may count on its memory.
+        pending.end(saved, fault)
+
+    def _ended(
+        self, attempt: SaveAttempt, failed: BaseException | None, pending: Pending
+    ) -> tuple[Report | None, BaseException | None]:
+        if failed is not None:
+            attempt.give_up(failed)
+            attempt.release()
+            kept = _stays_in(pending, failed)  # else the caller raises it, and has no `Pending`
+            self.failures += kept
+            return None, failed if kept else None
+        try:
+            try:
+                attempt.write_copy()
+            except BaseException as fault:
+                attempt.give_up(fault)
+                raise
+            return attempt.commit(), None
+        except BaseException as fault:
+            self.failures += 1
+            return None, fault
+        finally:
+            attempt.release()
 
     def prepare(self, deadline: Deadline, state: object) -> int:
         """Have memory and process ready for states like this one; returns the bytes of this rank's
@@ -126,13 +147,13 @@ class Saver:
             self._wait(deadline.left())
             return _encode(step)
 
-        def decide(said: list[bytes]) -> list[bytes]:
-            steps = sorted({msgspec.msgpack.decode(data, type=int) for data in said})
+        def decide(messages: list[bytes]) -> list[bytes]:
+            steps = sorted({msgspec.msgpack.decode(data, type=int) for data in messages})
             if len(steps) > 1:
                 raise UsageError(f"ranks name different steps: {steps}; name the same on all")
             act = partial(self._catalog.rollback, step)
             newer = bounded(act, deadline.early(), "delete steps", file=self._catalog.url)
-            return [_encode(newer)] * len(said)
+            return [_encode(newer)] * len(messages)
 
         return msgspec.msgpack.decode(call.round("begin", mine, decide, deadline), type=list[int])
 
@@ -141,13 +162,13 @@ class Saver:
     def _is_busy(self, save: Save) -> bool:
         """Whether any rank still writes; all ranks get the same answer."""
         busy = self.pending is not None and not self.pending.done()
-        heard = save.call.round(
+        answer = save.call.round(
             "begin",
             lambda: b"busy" if busy else b"",
-            lambda said: [max(said)] * len(said),
+            lambda messages: [max(messages)] * len(messages),
             save.deadline,
         )
-        return heard == b"busy"
+        return answer == b"busy"
 
     def _wait(self, seconds: float) -> None:
         """Wait for the save before; raises its failure if no caller has seen it."""
@@ -156,130 +177,6 @@ class Saver:
             text = f"step {step} is still being written: give a longer timeout"
             raise CheckpointError(text, step=step, phase="write")
         self.raise_unseen()
-
-    def _begin(self, save: Save) -> None:
-        """Wait for the save before; create the draft of this one."""
-        store, deadline = self._catalog.store, save.deadline
-
-        def mine() -> bytes:
-            self._wait(deadline.left())
-            return b""
-
-        def decide(said: list[bytes]) -> list[bytes]:
-            look = partial(self._catalog.check_order, save.step, overwrite=save.overwrite)
-            listing = bounded(look, deadline.early(), "list the steps", file=store.url)
-            draft = StepDraft(
-                store, save.step, new_token(), deadline.early, overwrite=save.overwrite
-            )
-            draft.begin(listing)
-            save.draft = draft
-            return [_encode((draft.token, draft.id, draft.files.place))] * len(said)
-
-        save.call.at("waiting for the save before")
-        begun = save.call.round("begin", mine, decide, deadline)
-        if save.draft is None:
-            name, id_, place = decoded(_begun, begun, rank=0)
-            draft = StepDraft(store, save.step, name, deadline.early, overwrite=save.overwrite)
-            draft.id = id_
-            draft.check_visible(self._ranks.rank, place)
-            save.draft = draft
-
-    def _plan(self, save: Save, state: object) -> PlannedShare:
-        def check_space(nbytes: int) -> None:
-            act = partial(self._catalog.check_space, nbytes)
-            bounded(act, save.deadline.early(), "look for free space", file=self._catalog.url)
-
-        with save.watch("plan"):
-            save.call.at("planning")
-            return self._planner.plan(state, save.call, save.deadline, check_space)
-
-    # Commit.
-
-    def _complete(self, save: Save, outcome: _Outcome, pending: Pending, owner: object) -> None:
-        saved, fault = self._ended(save, outcome, pending)
-        # The state is released by now: a caller that waits may count on its memory.
-        pending.end(saved, fault)
-
-    def _ended(
-        self, save: Save, outcome: _Outcome, pending: Pending
-    ) -> tuple[Report | None, BaseException | None]:
-        found = outcome.get()
-        if isinstance(found, BaseException):
-            self._give_up(save, found)
-            kept = _stays_in(pending, found)  # otherwise the caller raises it, and has no `Pending`
-            self.failures += kept
-            return None, found if kept else None
-        planned, staged = found
-        try:
-            with ExitStack() as last:
-                last.callback(staged.release)
-                try:
-                    save.call.at(staged.share.phase)
-                    with save.watch("write"):
-                        written = staged.share.written(staged.finish())
-                except BaseException as fault:
-                    self._give_up(save, fault)
-                    raise
-                return self._commit(save, planned, written), None
-        except BaseException as fault:
-            self.failures += 1
-            return None, fault
-
-    def _commit(self, save: Save, planned: PlannedShare, written: Record) -> Report:
-        """The last round: the coordinator commits what all ranks have written."""
-        sizes: dict[str, int] = {}
-
-        def decide(said: list[bytes]) -> list[bytes]:
-            assert planned.outlined is not None and save.draft is not None
-            shares = decode_shares(save.step, said)
-            record = commit_record(
-                save.step, shares, planned.outlined, metrics=save.metrics, names=planned.names
-            )
-            save.draft.commit(record)
-            sizes.update((file.name, file.nbytes) for file in record.volumes)
-            return [b""] * len(said)
-
-        with save.watch("commit"):
-            try:
-                payload = encode(written)
-                save.call.round("write", lambda: payload, decide, save.deadline)
-            except BaseException as fault:
-                # Without an answer this rank does not know how the commit ended.
-                known = save.call.answered or not isinstance(fault, CheckpointError)
-                assert save.draft is not None
-                if known or (self._ranks.coordinates and save.draft.files.revoke()):
-                    self._discard(save)
-                    raise
-                assert isinstance(fault, CheckpointError)
-                save.draft.look(fault)
-            finally:
-                save.call.drain()
-        if self._ranks.coordinates:
-            self._prune(save, sizes)
-        url, seconds = f"{self._catalog.url}/step-{save.step}", dict(save.watch.seconds)
-        return Report(save.step, planned.share.nbytes, seconds, {url: Outcome(route="storage")})
-
-    def _prune(self, save: Save, sizes: dict[str, int]) -> None:
-        """Remove old steps. The step is committed by now: nothing here fails the save."""
-        seconds = max(GRACE, save.deadline.left())
-        try:
-            act = partial(self._catalog.prune, save.step, sizes, save.metrics)
-            bounded(act, seconds, "remove old steps", file=self._catalog.url)
-        except StorageTimeoutError as late:
-            logger.warning("%s", late)
-
-    def _give_up(self, save: Save, fault: BaseException) -> None:
-        """This rank failed before the last round: report it to the others, then clean up."""
-        if save.call.awaited:
-            try:
-                save.call.round("write", fault, lambda said: said, save.deadline)
-            except BaseException as raised:  # the caller raises the failure itself
-                logger.debug("step %d given up: %s", save.step, raised)
-        self._discard(save)
-
-    def _discard(self, save: Save) -> None:
-        if self._ranks.coordinates and save.draft is not None:
-            save.draft.discard()
 
     # The end.
 

@@ -24,7 +24,7 @@ recorder, and in every order that the requests of three ranks can have.
 Before GATHERING begins again because a message is gone, the machine requests a PAUSE, which also
 ends where the time is up.
 
-In a first round there is no REMOVE. A rank leaves the messages of all its first rounds under one
+First rounds have no REMOVE. A rank leaves the messages of all its first rounds under one
 key, and may give up at any time: between READ and REMOVE its next message could have come there. So
 it alone removes them, and a message that was answered counts as gone. In later rounds each message
 has a key of its own.

@@ -55,7 +55,7 @@ class Leading:
         self._failure: RankMessage | None = None  # for which the call fails on all ranks
 
     def run(self, own: RankMessage, decide: Decide) -> RankMessage | None:
-        """Gather the messages of all ranks, of which one is this rank's own; decide, and answer.
+        """Gather the messages of the other ranks, decide with them and this rank's own, and answer.
         Returns the answer for this rank; None where `wait` found that the call was called off."""
         try:
             while self._machine.stage is not Stage.OVER:
@@ -131,8 +131,8 @@ class Leading:
             return None
         self._sent[rank] = sent
         if self._machine.stage is Stage.READING:
-            # Ranks may be at different coordinators of a name, of which some rank could not make
-            # one: the ranks that are at that one learn it, and come again.
+            # Where some rank could not make its coordinator, the others learn that, and come again
+            # with their next one. Until then their numbers differ.
             own = self._wait.number
             if sent.number > own and self._wait.is_off():
                 return Seen.OFF

@@ -19,23 +19,22 @@ import msgspec
 import torch
 
 from torchrelay.arguments import items_of
-from torchrelay.coordination.call import Call
+from torchrelay.coordination.call import Call, returned
 from torchrelay.coordination.coordinator import Coordinator
 from torchrelay.deadlines import Deadline, Stopwatch
 from torchrelay.errors import (
-    CheckpointError,
     DamagedError,
     ManifestError,
     MismatchError,
     RelayError,
     StepNotFoundError,
-    TornStateError,
     UsageError,
 )
-from torchrelay.landing.commit.landing import TORN, Landed
+from torchrelay.landing.commit.landing import Landed
 from torchrelay.landing.options import LandingOptions, checked_device
 from torchrelay.landing.workspace import Workspace
 from torchrelay.loading.rank_load import RankLoad
+from torchrelay.loading.search import Look, Progress, Seen, StepSearch, compare, unseen
 from torchrelay.loading.selection import add_savers, check_include
 from torchrelay.memory.bounded import bounded
 from torchrelay.memory.pool import CheckedWorkspace
@@ -49,7 +48,9 @@ from torchrelay.steps import check_step
 LOOK_SECONDS = 0.1  # before another look for the newest step
 VISIBLE_SECONDS = 10.0  # that a network file system may take to show a step that rank 0 sees
 PAUSES = (0.05, 1.0)  # seconds between two looks for it: first, and after a long wait
-_MOVED, _UNSEEN = b"moved", b"unseen"
+
+# The digest of a step when it was opened and now, and the source, as a rank names it.
+_look = msgspec.msgpack.Decoder(tuple[bytes, bytes | None, str])
 
 
 @dataclass
@@ -99,8 +100,6 @@ class Loader:
         self._ranks = ranks
         # Without its own, memory comes from torch, and is compared with what is free.
         self._workspace = workspace or CheckedWorkspace()  # what new tensors are allocated with
-        self._opened: Opened | None = None  # the step that is being loaded
-        self._skipped: dict[int, str] = {}  # with the reasons
         self.damaged: set[int] = set()  # steps that were skipped because of their bytes
 
     def load(self, call: Call, request: LoadRequest, deadline: Deadline) -> Loaded:
@@ -109,59 +108,48 @@ class Loader:
         Every rank learns of damage that any of them finds, so all of them turn to the next step
         together.
         """
-        self._skipped, self.damaged = {}, set()
-        try:
-            return self._load(call, request, deadline)
-        finally:
-            self._close()
-
-    def _load(self, call: Call, request: LoadRequest, deadline: Deadline) -> Loaded:
-        torn: RelayError | None = None
-        unseen = Wait()
-        todo = self._find(call, request.step, deadline)
-        while todo:
-            step = todo.pop(0)
-            watch = Stopwatch()
-            load: RankLoad | None = None
-            try:
-                load = self._plan(call, step, request, deadline, watch)
-                landed = self._land(call, load, request.verify, deadline, watch)
-            except RelayError as fault:
-                touched = load is not None and load.touched
-                torn = fault if touched else torn
-                skips = (DamagedError,) if load else (DamagedError, StepNotFoundError)
-                if isinstance(fault, skips) and self._has_moved(call, step, unseen, deadline):
-                    todo = [
-                        found
-                        for found in self._find(call, request.step, deadline)
-                        if found not in self._skipped
-                    ]
+        self.damaged = set()
+        search, visibility = StepSearch(self._source.name, request.step), _Visibility()
+        search.listed(self._find(call, request.step, deadline))
+        while True:
+            with closing(_Attempt(search.next())) as attempt:
+                try:
+                    landed = self._try(call, attempt, request, deadline)
+                except RelayError as fault:
+                    if not search.is_doubtful(fault, attempt.progress):
+                        search.fail(fault)
+                    look = self._look_again(call, attempt, visibility, deadline)
+                    if look is Look.SAME:
+                        search.skip(attempt.step, fault)
+                        self._warn(attempt.step, fault)
+                    else:
+                        search.listed(self._find(call, request.step, deadline))
                     continue
-                if request.step is not None or not isinstance(fault, skips):
-                    if torn is None or isinstance(fault, TornStateError):
-                        raise
-                    break
-                self._skip(step, fault)
-                continue
-            name = self._source.name
-            report = Report(
-                step,
-                load.nbytes,
-                dict(watch.seconds),
-                {name: Outcome(route="storage", bytes=load.nbytes)},
-                tuple([Attempt(name, number, why) for number, why in self._skipped.items()]),
-                tuple(landed.extra),
-                tuple(landed.missing),
-                request.verify,
-                load.instead,
-            )
-            return Loaded(landed.state, step, report)
-        if torn is not None:
-            raise TornStateError(f"{TORN}: {torn}", step=torn.step, phase="land") from torn
-        raise StepNotFoundError(
-            f"no step that verifies in {self._source.name}"
-            + "".join(f"\n  step {step}: {problem}" for step, problem in self._skipped.items())
+                return self._loaded(attempt, landed, search, request)
+
+    def _try(
+        self, call: Call, attempt: _Attempt, request: LoadRequest, deadline: Deadline
+    ) -> Landed:
+        load = self._plan(call, attempt, request, deadline)
+        return self._land(call, load, request.verify, deadline, attempt.watch)
+
+    def _loaded(
+        self, attempt: _Attempt, landed: Landed, search: StepSearch, request: LoadRequest
+    ) -> Loaded:
+        load, name = attempt.load, self._source.name
+        assert load is not None
+        report = Report(
+            attempt.step,
+            load.nbytes,
+            dict(attempt.watch.seconds),
+            {name: Outcome(route="storage", bytes=load.nbytes)},
+            tuple([Attempt(name, number, why) for number, why in search.skipped.items()]),
+            tuple(landed.extra),
+            tuple(landed.missing),
+            request.verify,
+            load.instead,
         )
+        return Loaded(landed.state, attempt.step, report)
 
     def check(self, call: Call, request: LoadRequest, deadline: Deadline) -> int:
         """Plan the newest step on every rank, and read nothing; its number. Raises as `load` does
@@ -176,7 +164,7 @@ class Loader:
         while True:
             step = max(self._find(call, request.step, deadline))
             try:
-                call.round("plan", act, lambda said: said, deadline)
+                call.round("plan", act, returned, deadline)
                 return step
             except StepNotFoundError:  # it was replaced meanwhile
                 if request.step is not None or deadline.early() < LOOK_SECONDS:
@@ -186,11 +174,11 @@ class Loader:
     def _find(self, call: Call, step: int | None, deadline: Deadline) -> list[int]:
         """The steps to try, the best first; the same on every rank."""
 
-        def decide(said: list[bytes]) -> list[bytes]:
-            asked = {msgspec.msgpack.decode(data) for data in said}
-            if len(asked) > 1:
+        def decide(messages: list[bytes]) -> list[bytes]:
+            wanted = {msgspec.msgpack.decode(data) for data in messages}
+            if len(wanted) > 1:
                 raise UsageError(
-                    f"ranks ask for different steps: {sorted(map(str, asked))}; ask for the same"
+                    f"ranks ask for different steps: {sorted(map(str, wanted))}; ask for the same"
                 )
             steps = sorted(self._source.steps(deadline), reverse=True)
             if step is not None and step not in steps:
@@ -198,53 +186,39 @@ class Loader:
                 raise StepNotFoundError(
                     f"no step {step} in {self._source.name}; existing steps: {shown}", step=step
                 )
-            return [msgspec.msgpack.encode(steps if step is None else [step])] * len(said)
+            return [msgspec.msgpack.encode(steps if step is None else [step])] * len(messages)
 
         mine = msgspec.msgpack.encode(step)
-        heard = call.round("find", lambda: mine, decide, deadline)
-        return msgspec.msgpack.decode(heard, type=list[int])
+        answer = call.round("find", lambda: mine, decide, deadline)
+        return msgspec.msgpack.decode(answer, type=list[int])
 
-    def _close(self) -> None:
-        if self._opened is not None:
-            self._opened.close()
-            self._opened = None
-
-    def _has_moved(self, call: Call, step: int, unseen: Wait, deadline: Deadline) -> bool:
-        """Whether a step that could not be loaded was removed, or replaced by another save: then it
-        is not damaged. The same, after a pause, if a rank does not see yet what the coordinator
-        sees; `CheckpointError` if it does not for long."""
+    def _look_again(
+        self, call: Call, attempt: _Attempt, visibility: _Visibility, deadline: Deadline
+    ) -> Look:
+        """All ranks look at a step that could not be loaded: one that was removed or replaced is
+        not damaged. Pauses where a rank does not see yet what the coordinator sees;
+        `CheckpointError` if it does not for long."""
         if deadline.passed:
-            return False
-        seen = b"" if self._opened is None else self._opened.digest
-        name = self._source.name
+            return Look.SAME
+        step, name = attempt.step, self._source.name
 
         def mine() -> bytes:
-            return msgspec.msgpack.encode((seen, self._look(step, deadline), name))
+            now = self._digest_now(step, deadline)
+            return msgspec.msgpack.encode((attempt.digest, now, name))
 
-        def decide(said: list[bytes]) -> list[bytes]:
-            found = [
-                msgspec.msgpack.decode(data, type=tuple[bytes, bytes | None, str]) for data in said
-            ]
-            there = found[0][1]
-            blind = next((rank for rank, (_, now, _) in enumerate(found) if now is None), None)
-            if there is not None and blind is not None:
-                if unseen.lasts(deadline):
-                    return [_UNSEEN] * len(said)
-                raise CheckpointError(
-                    f"rank {blind} does not see {name}/step-{step}, as rank 0 does: is it on a "
-                    f"shared file system? Rank {blind} has {found[blind][2]}",
-                    rank=blind,
-                    step=step,
-                )
-            moved = there is None or any(before != there for before, _, _ in found)
-            return [_MOVED if moved else b""] * len(said)
+        def decide(messages: list[bytes]) -> list[bytes]:
+            found = [_look.decode(data) for data in messages]
+            look, blind = compare([Seen(opened, now) for opened, now, _ in found])
+            if look is Look.UNSEEN and not visibility.lasts(deadline):
+                raise unseen(name, step, blind, found[blind][2])
+            return [look.name.encode()] * len(messages)
 
-        found = call.round("look again", mine, decide, deadline)
-        if found == _UNSEEN:
-            unseen.pause()
-        return bool(found)
+        look = Look[call.round("look again", mine, decide, deadline).decode()]
+        if look is Look.UNSEEN:
+            visibility.pause()
+        return look
 
-    def _look(self, step: int, deadline: Deadline) -> bytes | None:
+    def _digest_now(self, step: int, deadline: Deadline) -> bytes | None:
         """The digest of a step's record; empty if it is damaged, None if it does not exist."""
         try:
             with closing(self._source.open(step, deadline)) as opened:
@@ -255,20 +229,19 @@ class Loader:
             return None
 
     def _plan(
-        self, call: Call, step: int, request: LoadRequest, deadline: Deadline, watch: Stopwatch
+        self, call: Call, attempt: _Attempt, request: LoadRequest, deadline: Deadline
     ) -> RankLoad:
         """Plan the reads of this rank, and check all of them if that comes first."""
-        made: list[RankLoad] = []
-        self._close()
+        step, watch = attempt.step, attempt.watch
 
         def act() -> bytes:
             bar = Bar(request.progress)
             with watch("plan"):
-                self._opened = opened = self._source.open(step, deadline)
+                attempt.opened = opened = self._source.open(step, deadline)
                 if request.key is not None:
                     opened = Subtree(opened, request.key)
                 load = self._planned(opened, request, bar)
-            made.append(load)
+            attempt.made = load
             files, left = opened.files, load.left
             load.within = lambda read: bounded(
                 read, deadline.early(), "read the step", file=files.url, left=left
@@ -285,16 +258,18 @@ class Loader:
                 load.make(verify=request.verify)
             return opened.digest
 
-        def decide(said: list[bytes]) -> list[bytes]:
-            if len(set(said)) > 1:
+        def decide(digests: list[bytes]) -> list[bytes]:
+            if len(set(digests)) > 1:
                 raise StepNotFoundError(
                     "the step was replaced while it was opened: load again", step=step
                 )
-            return said
+            return digests
 
         call.at("verifying")
         call.round("verify", partial(_in_free_memory, act, step), decide, deadline)
-        return made[0]
+        assert attempt.made is not None
+        attempt.load = attempt.made
+        return attempt.load
 
     def _planned(self, opened: Opened, request: LoadRequest, bar: Bar) -> RankLoad:
         check_include(opened.record, request.patterns)
@@ -342,15 +317,38 @@ class Loader:
 
         return load.end(verify=verify, together=together, watch=watch, unbroken=uninterrupted)
 
-    def _skip(self, step: int, fault: RelayError) -> None:
-        self._skipped[step] = str(fault)
+    def _warn(self, step: int, fault: RelayError) -> None:
+        """A step is skipped."""
         if isinstance(fault, DamagedError):
             self.damaged.add(step)
         text = f"step {step} in {self._source.name} is damaged or gone, and is skipped: {fault}"
-        warnings.warn(text, RuntimeWarning, stacklevel=5)
+        warnings.warn(text, RuntimeWarning, stacklevel=4)
 
 
-class Wait:
+class _Attempt:
+    """One attempt to load a step on this rank, until `close`. `load`: its plan, once all ranks have
+    one."""
+
+    def __init__(self, step: int) -> None:
+        self.step, self.watch = step, Stopwatch()
+        self.opened: Opened | None = None
+        self.made: RankLoad | None = None  # the plan of this rank
+        self.load: RankLoad | None = None
+
+    @property
+    def digest(self) -> bytes:
+        return b"" if self.opened is None else self.opened.digest
+
+    @property
+    def progress(self) -> Progress:
+        return Progress(self.load is not None, self.load is not None and self.load.touched)
+
+    def close(self) -> None:
+        if self.opened is not None:
+            self.opened.close()
+
+
+class _Visibility:
     """Looks for a step that some rank does not see yet."""
 
     def __init__(self) -> None:

@@ -1,0 +1,215 @@
+"""One attempt to save a step on one rank, from the draft to the commit.
+
+| stage   | act                                                                        | next      |
+|---------|----------------------------------------------------------------------------|-----------|
+| NEW     | `begin`: the ranks wait for the save before, the coordinator makes a draft | BEGUN     |
+| BEGUN   | `plan`: the ranks compare what they have, and each knows what it writes    | PLANNED   |
+| PLANNED | `write` this rank's share                                                  | WRITTEN   |
+| PLANNED | `copy` the share: the caller may change the state                          | STAGED    |
+| STAGED  | `write_copy`, in the background                                            | WRITTEN   |
+| WRITTEN | `commit`: the coordinator writes the commit record, and puts the step in   | COMMITTED |
+|         | place                                                                      |           |
+
+Before `commit`, a failure is reported to the other ranks, which then fail too, and the draft is
+removed (`give_up`). A commit may end without an answer on some rank: `step_draft` says how it finds
+out then whether the step is there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from enum import Enum
+from functools import partial
+
+import msgspec
+
+from torchrelay.checkpointer.catalog import StepCatalog
+from torchrelay.checkpointer.share_writer import Save, ShareWriter, StagedShare
+from torchrelay.coordination.call import returned
+from torchrelay.coordination.coordinator import Coordinator
+from torchrelay.coordination.messages import decoded
+from torchrelay.errors import CheckpointError, StorageTimeoutError
+from torchrelay.memory.bounded import bounded
+from torchrelay.pending import logger
+from torchrelay.record.encoding import encode
+from torchrelay.record.schema import Record
+from torchrelay.results import Outcome, Report
+from torchrelay.shares.commit_record import commit_record, decode_shares
+from torchrelay.shares.planner import PlannedShare, SharePlanner
+from torchrelay.shares.step_draft import GRACE, StepDraft
+from torchrelay.stores.tokens import new_token
+
+# Token, id and path or URL of a draft, as the coordinator has them.
+_begun = msgspec.msgpack.Decoder(tuple[str, str, str])
+_encode = msgspec.msgpack.Encoder().encode
+
+
+class Stage(Enum):
+    NEW = "nothing was done"
+    BEGUN = "there is a draft"
+    PLANNED = "this rank knows its share"
+    STAGED = "the share is copied"
+    WRITTEN = "the share is in files"
+    COMMITTED = "the step is in place"
+
+
+class SaveAttempt:
+    """The acts are called in the order of the table, each once."""
+
+    def __init__(
+        self,
+        save: Save,
+        ranks: Coordinator,
+        catalog: StepCatalog,
+        planner: SharePlanner,
+        writer: ShareWriter,
+    ) -> None:
+        self.save, self._ranks, self._catalog = save, ranks, catalog
+        self._planner, self._writer = planner, writer
+        self.stage = Stage.NEW
+        self._planned: PlannedShare | None = None
+        self._staged: StagedShare | None = None
+        self._written: Record | None = None
+
+    def begin(self, wait: Callable[[float], None]) -> None:
+        """Create the draft, once the save before has ended: `wait` raises unless it does so within
+        that many seconds, with success."""
+        self._enter(Stage.NEW)
+        save, store, deadline = self.save, self._catalog.store, self.save.deadline
+
+        def mine() -> bytes:
+            wait(deadline.left())
+            return b""
+
+        def decide(_: list[bytes]) -> list[bytes]:
+            look = partial(self._catalog.check_order, save.step, overwrite=save.overwrite)
+            listing = bounded(look, deadline.early(), "list the steps", file=store.url)
+            draft = StepDraft(
+                store, save.step, new_token(), deadline.early, overwrite=save.overwrite
+            )
+            draft.begin(listing)
+            save.draft = draft
+            answer = _encode((draft.token, draft.id, draft.files.place))
+            return [answer] * self._ranks.world
+
+        save.call.at("waiting for the save before")
+        begun = save.call.round("begin", mine, decide, deadline)
+        if save.draft is None:
+            name, id_, place = decoded(_begun, begun, rank=0)
+            draft = StepDraft(store, save.step, name, deadline.early, overwrite=save.overwrite)
+            draft.id = id_
+            draft.check_visible(self._ranks.rank, place)
+            save.draft = draft
+        self.stage = Stage.BEGUN
+
+    def plan(self, state: object) -> None:
+        self._enter(Stage.BEGUN)
+        save = self.save
+
+        def check_space(nbytes: int) -> None:
+            act = partial(self._catalog.check_space, nbytes)
+            bounded(act, save.deadline.early(), "look for free space", file=self._catalog.url)
+
+        with save.watch("plan"):
+            save.call.at("planning")
+            self._planned = self._planner.plan(state, save.call, save.deadline, check_space)
+        self.stage = Stage.PLANNED
+
+    def write(self) -> None:
+        """Write this rank's share, from where it is."""
+        self._enter(Stage.PLANNED)
+        assert self._planned is not None
+        with self.save.watch("write"):
+            self._written = self._writer.write(self.save, self._planned.share)
+        self.stage = Stage.WRITTEN
+
+    def copy(self) -> None:
+        """Copy this rank's share, so that the caller may change the state."""
+        self._enter(Stage.PLANNED)
+        assert self._planned is not None
+        with self.save.watch("stage"):
+            self._staged = self._writer.stage(self.save, self._planned)
+        self.stage = Stage.STAGED
+
+    def write_copy(self) -> None:
+        self._enter(Stage.STAGED)
+        assert self._staged is not None
+        self.save.call.at(self._staged.share.phase)
+        with self.save.watch("write"):
+            self._written = self._staged.share.written(self._staged.finish())
+        self.stage = Stage.WRITTEN
+
+    def commit(self) -> Report:
+        """The last round: the coordinator commits what all ranks have written. A failure needs no
+        `give_up`."""
+        self._enter(Stage.WRITTEN)
+        assert self._planned is not None and self._written is not None
+        save, planned, payload = self.save, self._planned, encode(self._written)
+        sizes: dict[str, int] = {}
+
+        def decide(records: list[bytes]) -> list[bytes]:
+            assert planned.outlined is not None and save.draft is not None
+            shares = decode_shares(save.step, records)
+            record = commit_record(
+                save.step, shares, planned.outlined, metrics=save.metrics, names=planned.names
+            )
+            save.draft.commit(record)
+            sizes.update((file.name, file.nbytes) for file in record.volumes)
+            return [b""] * len(records)
+
+        with save.watch("commit"):
+            try:
+                save.call.round("write", lambda: payload, decide, save.deadline)
+            except BaseException as fault:
+                self._find_outcome(fault)
+            finally:
+                save.call.drain()
+        self.stage = Stage.COMMITTED
+        if self._ranks.coordinates:
+            self._prune(sizes)
+        url, seconds = f"{self._catalog.url}/step-{save.step}", dict(save.watch.seconds)
+        return Report(save.step, planned.share.nbytes, seconds, {url: Outcome(route="storage")})
+
+    def _find_outcome(self, fault: BaseException) -> None:
+        """The commit failed, or this rank had no answer. Raises unless the step is in place."""
+        save, draft = self.save, self.save.draft
+        assert draft is not None
+        known = save.call.answered or not isinstance(fault, CheckpointError)
+        if known or (self._ranks.coordinates and draft.files.revoke()):
+            self._discard()
+            raise fault
+        assert isinstance(fault, CheckpointError)
+        draft.look(fault)
+
+    def _prune(self, sizes: dict[str, int]) -> None:
+        """Remove old steps. The step is committed by now: nothing here fails the save."""
+        save = self.save
+        seconds = max(GRACE, save.deadline.left())
+        try:
+            act = partial(self._catalog.prune, save.step, sizes, save.metrics)
+            bounded(act, seconds, "remove old steps", file=self._catalog.url)
+        except StorageTimeoutError as late:
+            logger.warning("%s", late)
+
+    def give_up(self, fault: BaseException) -> None:
+        """This rank failed before the last round: report it to the others, then clean up."""
+        if self.save.call.awaited:
+            try:
+                self.save.call.round("write", fault, returned, self.save.deadline)
+            except BaseException as raised:  # the caller raises the failure itself
+                logger.debug("step %d given up: %s", self.save.step, raised)
+        self._discard()
+
+    def _discard(self) -> None:
+        if self._ranks.coordinates and self.save.draft is not None:
+            self.save.draft.discard()
+
+    def release(self) -> None:
+        """Let go of the state and of its copy: the attempt is over."""
+        staged, self._staged = self._staged, None
+        self._planned = self._written = None
+        if staged is not None:
+            staged.release()
+
+    def _enter(self, stage: Stage) -> None:
+        assert self.stage is stage, f"{self.stage.name}, not {stage.name}"

@@ -1,0 +1,102 @@
+"""Which step a load tries next: each row of the table, without a source."""
+
+from __future__ import annotations
+
+import pytest
+
+from torchrelay.errors import (
+    CheckpointError,
+    DamagedError,
+    MismatchError,
+    RelayError,
+    StepNotFoundError,
+    TornStateError,
+)
+from torchrelay.loading.search import Look, Progress, Seen, StepSearch, compare
+
+OPENING, PLANNED, WRITING = Progress(False, False), Progress(True, False), Progress(True, True)
+
+
+def search(*steps: int, named: int | None = None) -> StepSearch:
+    found = StepSearch("file:///runs/a", named)
+    found.listed(steps)
+    return found
+
+
+def test_the_newest_step_that_was_not_skipped_is_next() -> None:
+    found = search(9, 7, 5)
+    assert found.next() == 9
+    found.skip(9, DamagedError("wrong digest"))
+    assert found.next() == 7
+    found.listed([11, 9, 7, 5])
+    assert [found.next(), found.next()] == [11, 7]
+
+
+def test_the_last_error_has_the_reason_for_each_step() -> None:
+    found = search(9)
+    found.skip(found.next(), DamagedError("wrong digest"))
+    with pytest.raises(StepNotFoundError, match=r"no step that verifies in file:///runs/a\n.*9: w"):
+        found.next()
+
+
+@pytest.mark.parametrize(
+    ("fault", "progress", "doubtful"),
+    [
+        (DamagedError("x"), OPENING, True),
+        (DamagedError("x"), PLANNED, True),
+        (DamagedError("x"), WRITING, True),
+        (StepNotFoundError("x"), OPENING, True),
+        (StepNotFoundError("x"), PLANNED, False),
+        (MismatchError("x"), PLANNED, False),
+        (CheckpointError("x"), OPENING, False),
+    ],
+)
+def test_only_damage_and_a_step_that_was_gone_are_looked_at_again(
+    fault: RelayError, progress: Progress, doubtful: bool
+) -> None:
+    assert search(9).is_doubtful(fault, progress) == doubtful
+
+
+def test_a_step_that_the_caller_named_is_not_skipped() -> None:
+    fault = DamagedError("wrong digest")
+    with pytest.raises(DamagedError) as raised:
+        search(9, named=9).skip(9, fault)
+    assert raised.value is fault
+
+
+@pytest.mark.parametrize("end", ["another failure", "no other step", "the step was named"])
+def test_tensors_that_were_written_make_a_failure_a_torn_state(end: str) -> None:
+    found = search(9, named=9 if end == "the step was named" else None)
+    torn = DamagedError("wrong digest", step=found.next())
+    assert found.is_doubtful(torn, WRITING)
+    with pytest.raises(TornStateError, match="wrong digest") as raised:
+        found.skip(9, torn)
+        if end == "another failure":
+            found.fail(CheckpointError("a rank is missing"))
+        found.next()
+    assert raised.value.step == 9 and raised.value.__cause__ is torn
+
+
+def test_a_torn_state_stays_the_error_that_it_is() -> None:
+    found = search(9)
+    assert found.is_doubtful(DamagedError("wrong digest"), WRITING)
+    fault = TornStateError("the disk failed")
+    with pytest.raises(TornStateError) as raised:
+        found.fail(fault)
+    assert raised.value is fault
+
+
+@pytest.mark.parametrize(
+    ("looks", "found"),
+    [
+        ([Seen(b"a", b"a"), Seen(b"a", b"a")], (Look.SAME, 0)),
+        ([Seen(b"", b""), Seen(b"", b"")], (Look.SAME, 0)),  # damaged, then and now
+        ([Seen(b"a", b"b"), Seen(b"a", b"b")], (Look.REPLACED, 0)),
+        ([Seen(b"a", b"a"), Seen(b"b", b"a")], (Look.REPLACED, 0)),
+        ([Seen(b"a", None), Seen(b"a", None)], (Look.REPLACED, 0)),
+        ([Seen(b"a", None), Seen(b"a", b"a")], (Look.REPLACED, 0)),
+        ([Seen(b"a", b"a"), Seen(b"a", b"a"), Seen(b"", None)], (Look.UNSEEN, 2)),
+    ],
+)
+def test_the_looks_of_all_ranks_are_compared(looks: list[Seen], found: tuple[Look, int]) -> None:
+    assert compare(looks) == found
