@@ -18,6 +18,8 @@ from torchrelay.demo import worker
 from torchrelay.demo.worker import Plan, Post
 from torchrelay.state.torch_private import SLOW_TO_IMPORT
 
+END_SECONDS = 5.0  # that a worker may take to end once it has closed its connection
+
 _forks = get_context("forkserver")
 
 
@@ -33,7 +35,8 @@ class LaunchError(Exception):
 
 
 class WorkerMessage(NamedTuple):
-    """A message of a worker, with its time; `ended` if the worker's process has ended."""
+    """A message of a worker, with its time; `ended` if the worker's process has ended, with its
+    exit code, which is -N after signal N."""
 
     rank: int
     word: str
@@ -49,11 +52,13 @@ class Launcher:
         self.hosts = hosts
         self.starts = 0
         self._processes: list[ForkServerProcess] = []
+        self._placed: list[str] = []  # the host of each worker of this start
         self._ranks: dict[Any, int] = {}  # by connection, of the workers that have not ended
         self.keepers: dict[str, int] = {}  # by host
 
     def start(self) -> None:
         """Start a worker for each place."""
+        self._placed = list(self.hosts)
         for rank, host in enumerate(self.hosts):
             ours, theirs = _forks.Pipe()
             post = Post(rank, len(self.hosts), host, self.starts)
@@ -75,20 +80,23 @@ class Launcher:
             except (EOFError, OSError):
                 del self._ranks[ready]
                 ready.close()
-                found.append(WorkerMessage(rank, "ended", time.monotonic(), None))
+                self._processes[rank].join(END_SECONDS)
+                code = self._processes[rank].exitcode
+                found.append(WorkerMessage(rank, "ended", time.monotonic(), code))
                 continue
             if word == "keeper":
-                self.keepers[self.hosts[rank]] = value
+                # `hosts` may be those of the next start already.
+                self.keepers[self._placed[rank]] = value
             else:
                 found.append(WorkerMessage(rank, word, when, value))
         return found
 
     def kill(self, rank: int, number: int | None = None) -> None:
         """Send a worker a signal: SIGKILL, if no other is given."""
-        pid = self._processes[rank].pid
-        if pid is not None:
+        process = self._processes[rank]
+        if process.pid is not None and process.is_alive():  # else another may have its number
             with suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL if number is None else number)
+                os.kill(process.pid, signal.SIGKILL if number is None else number)
 
     def kill_keeper(self, host: str) -> None:
         if host in self.keepers:

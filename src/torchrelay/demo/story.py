@@ -82,7 +82,7 @@ class Story:
         self.launcher = Launcher(plan, list(hosts))
         self.run = TrainingRun({}, {}, [], [])
         self._trouble: Comeback | None = None
-        self._failures: list[str] = []
+        self._failures: list[str] = []  # of this start: why workers ended
         self._last = 0
         self._tries = 0  # starts since the last new step
         self.patience = FAILURES
@@ -125,6 +125,8 @@ class Story:
             self.run.weights[message.rank] = message.value
         elif message.word == "failed":
             self._failures.append(message.value)
+        elif message.word == "ended":
+            self._failures.append(f"worker {message.rank} ended with exit code {message.value}")
         return message.word in ("ended", "failed") and message.rank not in self.run.weights
 
     def _loss(self, message: WorkerMessage) -> None:
@@ -159,15 +161,18 @@ class Story:
     def _start_again(self) -> None:
         self._tries += 1
         if self._tries > self.patience:
-            raise LaunchError(f"workers fail again and again:\n{''.join(self._failures[-1:])}")
-        if self._failures and (self._trouble is None or self._tries > 1):  # not by one of our kills
-            reason = self._failures[-1].strip().splitlines()[-1]
-            self._on_event(f"a worker has failed: {reason}")
+            raise LaunchError("workers fail again and again:\n" + "\n".join(self._failures))
+        if self._trouble is None or self._tries > 1:  # not by one of our kills
+            for failure in self._failures:
+                self._on_event(f"a worker has failed: {failure.strip().splitlines()[-1]}")
         if self._trouble is None or self._trouble.brought:
             self._trouble = Comeback(None, self._last)
         self._trouble.noticed = time.monotonic()
         for message in self.launcher.stop():
             if message.word == "loss":
                 self._loss(message)
+        # They all come to the end again, also those that were there.
+        self.run.weights.clear()
+        self._failures.clear()
         self._on_event("all workers are ended and started again")
         self.launcher.start()

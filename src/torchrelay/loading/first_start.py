@@ -9,7 +9,7 @@ from __future__ import annotations
 from torchrelay.coordination.call import Call
 from torchrelay.deadlines import Deadline
 from torchrelay.errors import CheckpointError, RelayError
-from torchrelay.loading.loader import Wait
+from torchrelay.loading.loader import Visibility
 from torchrelay.sources.seam import Source
 
 _SEEN, _LATE = b"seen", b"late"
@@ -18,7 +18,7 @@ _SEEN, _LATE = b"seen", b"late"
 def has_steps(source: Source, rank: int, call: Call, deadline: Deadline) -> bool:
     """The same on every rank. Raises on all ranks if the coordinator cannot list the steps, and
     `CheckpointError` if it does not see for long what another rank sees."""
-    late = Wait()
+    late = Visibility()
 
     def mine() -> bytes:
         try:

@@ -109,7 +109,7 @@ class Loader:
         together.
         """
         self.damaged = set()
-        search, visibility = StepSearch(self._source.name, request.step), _Visibility()
+        search, visibility = StepSearch(self._source.name, request.step), Visibility()
         search.listed(self._find(call, request.step, deadline))
         while True:
             with closing(_Attempt(search.next())) as attempt:
@@ -193,7 +193,7 @@ class Loader:
         return msgspec.msgpack.decode(answer, type=list[int])
 
     def _look_again(
-        self, call: Call, attempt: _Attempt, visibility: _Visibility, deadline: Deadline
+        self, call: Call, attempt: _Attempt, visibility: Visibility, deadline: Deadline
     ) -> Look:
         """All ranks look at a step that could not be loaded: one that was removed or replaced is
         not damaged. Pauses where a rank does not see yet what the coordinator sees;
@@ -348,7 +348,7 @@ class _Attempt:
             self.opened.close()
 
 
-class _Visibility:
+class Visibility:
     """Looks for a step that some rank does not see yet."""
 
     def __init__(self) -> None:

@@ -14,8 +14,8 @@ from typing import NamedTuple
 import msgspec
 
 from torchrelay.coordination.call import Call
-from torchrelay.coordination.coordinator import COORDINATOR, Coordinator
-from torchrelay.coordination.messages import decoded
+from torchrelay.coordination.coordinator import Coordinator
+from torchrelay.coordination.messages import COORDINATOR, decoded
 from torchrelay.deadlines import Deadline
 from torchrelay.endpoint.publish.device_path import DevicePath
 from torchrelay.endpoint.publish.device_slots import DeviceSlot
