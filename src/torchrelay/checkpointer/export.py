@@ -34,7 +34,7 @@ from torchrelay.memory.thread_pool import run_on_threads
 from torchrelay.planning.stored import Shard, StoredTensor
 from torchrelay.shares.layout import Entry, FileLayout, arrange
 from torchrelay.shortage import raise_shortage
-from torchrelay.sources.seam import Opened, Source
+from torchrelay.sources.source import Opened, Source
 from torchrelay.sources.subtree import Subtree
 from torchrelay.state import tensors as t
 from torchrelay.state.backing import with_memory

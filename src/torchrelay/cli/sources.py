@@ -17,7 +17,7 @@ from torchrelay.stores.locate import directory_at, open_store, scheme_of, split_
 if TYPE_CHECKING:
     from torchrelay.inspection.opened_state import OpenedState
     from torchrelay.inspection.step_source import StepSource
-    from torchrelay.sources.seam import Source
+    from torchrelay.sources.source import Source
 
 HELP = (
     "A place with steps, a step (runs/a/step-100), an endpoint's URL, a .safetensors file or a "

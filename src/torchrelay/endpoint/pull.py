@@ -26,7 +26,7 @@ from torchrelay.sources.access import Access
 from torchrelay.sources.device_source import DeviceSource
 from torchrelay.sources.endpoint import EndpointSource
 from torchrelay.sources.places import Place, as_source
-from torchrelay.sources.seam import Source
+from torchrelay.sources.source import Source
 from torchrelay.steps import check_step
 from torchrelay.system import needs_linux
 
@@ -35,7 +35,7 @@ POOL_SECONDS = 60.0  # that memory of earlier pulls is kept for another
 
 
 class NewerSteps:
-    """A source's steps above a number; the first look waits for one. See `sources.seam.Source`."""
+    """A source's steps above a number; the first look waits for one. See `Source`."""
 
     def __init__(self, source: Source, newer_than: int) -> None:
         self._source, self._newer_than = source, newer_than

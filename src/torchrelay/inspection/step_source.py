@@ -16,7 +16,7 @@ from torchrelay.record.rows import LeafRows
 from torchrelay.record.schema import Record
 from torchrelay.record.typed import spelled
 from torchrelay.record.values import decode_value
-from torchrelay.sources.seam import Opened
+from torchrelay.sources.source import Opened
 from torchrelay.state.paths import slots
 from torchrelay.stores.reading.chunks import Task, check_chunks, read_chunks
 from torchrelay.stores.safetensors import tensors_of

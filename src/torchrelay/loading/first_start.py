@@ -10,7 +10,7 @@ from torchrelay.coordination.call import Call
 from torchrelay.deadlines import Deadline
 from torchrelay.errors import CheckpointError, RelayError
 from torchrelay.loading.loader import Visibility
-from torchrelay.sources.seam import Source
+from torchrelay.sources.source import Source
 
 _SEEN, _LATE = b"seen", b"late"
 

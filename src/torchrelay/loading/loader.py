@@ -41,7 +41,7 @@ from torchrelay.memory.pool import CheckedWorkspace
 from torchrelay.memory.uninterrupted import uninterrupted
 from torchrelay.progress import Bar, ProgressCallback
 from torchrelay.results import Attempt, Loaded, Outcome, Report
-from torchrelay.sources.seam import Opened, Source
+from torchrelay.sources.source import Opened, Source
 from torchrelay.sources.subtree import Subtree
 from torchrelay.steps import check_step
 

@@ -13,7 +13,7 @@ from torchrelay.memory.thread_pool import ThreadPool
 from torchrelay.record.schema import Record
 from torchrelay.results import Attempt
 from torchrelay.sources.mended_step import MendedStep, OtherSource
-from torchrelay.sources.seam import Opened, Source
+from torchrelay.sources.source import Opened, Source
 from torchrelay.steps import epoch_seconds
 
 ASK_SECONDS = 10.0  # that a source may take to list its steps
@@ -169,7 +169,7 @@ class Candidates:
 
 class ChosenStep:
     """One step that was listed already, as a source. It is known by its contents, so that ranks may
-    have it from several sources. See `sources.seam.Source`."""
+    have it from several sources. See `Source`."""
 
     cost = 0
 

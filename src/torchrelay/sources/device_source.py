@@ -101,7 +101,7 @@ def _close(opened: Opening) -> None:
 
 
 class DeviceLentStep(StepFiles):
-    """A step whose volumes are all lent by servers of this host. See `seam.Opened`."""
+    """A step whose volumes are all lent by servers of this host. See `Opened`."""
 
     costly_reads = False
     on_gpus = True
@@ -162,7 +162,7 @@ class DeviceReader(DataReader):
 
 
 class DeviceSource:
-    """See `seam.Source`. `step`: the one that is wanted, or the newest. `verify`: digests are made
+    """See `Source`. `step`: the one that is wanted, or the newest. `verify`: digests are made
     on the device and compared when a step is opened."""
 
     def __init__(

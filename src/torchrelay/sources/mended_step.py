@@ -16,7 +16,7 @@ from torchrelay.memory.free import check_free
 from torchrelay.record.encoding import content_digest
 from torchrelay.record.schema import Record, VolumeRecord
 from torchrelay.sources.remote_step import digest_of
-from torchrelay.sources.seam import Opened
+from torchrelay.sources.source import Opened
 from torchrelay.stores.step_files import DataReader, StepFiles, WantedBox
 
 _FAULTS = (RelayError, OSError, EOFError)
@@ -62,7 +62,7 @@ class OtherSource:
 
 class MendedStep(StepFiles):
     """A step of one source, whose chunks come from other sources where that one does not give them
-    right. See `seam.Opened`. It can do what the step of the first source can, but for memory of
+    right. See `Opened`. It can do what the step of the first source can, but for memory of
     GPUs, whose chunks could not be replaced."""
 
     def __init__(self, first: Opened, others: Sequence[OtherSource]) -> None:

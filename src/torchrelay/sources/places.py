@@ -12,7 +12,7 @@ from torchrelay.files import is_dir
 from torchrelay.memory.bounded import bounded
 from torchrelay.sources.access import Access
 from torchrelay.sources.endpoint import EndpointSource
-from torchrelay.sources.seam import Opened, Source
+from torchrelay.sources.source import Opened, Source
 from torchrelay.stores.locate import OBJECTS, directory_at, open_store, scheme_of
 from torchrelay.stores.opening import open_step
 from torchrelay.stores.retry import Retry, storage_faults

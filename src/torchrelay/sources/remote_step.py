@@ -208,7 +208,7 @@ class ChunkedVolume(Protocol):
 
 
 class RemoteStep(StepFiles):
-    """A step of a server. See `seam.Opened`.
+    """A step of a server. See `Opened`.
 
     `verify`: whether the caller compares digests of memory that is mapped on this host.
     """

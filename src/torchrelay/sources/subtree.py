@@ -13,12 +13,12 @@ from torchrelay.plan.outline import renumbered
 from torchrelay.planning.stored import Names
 from torchrelay.record import manifest as m
 from torchrelay.record.schema import RankDifference, Record, StateOutline, column_of
-from torchrelay.sources.seam import Opened
+from torchrelay.sources.source import Opened
 from torchrelay.state.tree import children_of, text_of
 
 
 class Subtree:
-    """An opened step with the record of what is below `key`, a dotted path. See `seam.Opened`."""
+    """An opened step with the record of what is below `key`, a dotted path. See `Opened`."""
 
     def __init__(self, opened: Opened, key: str) -> None:
         self.record = below(opened.record, key)

@@ -63,7 +63,7 @@ class StepIdentity(msgspec.Struct, array_like=True, frozen=True):
 
 
 class NewestStep:
-    """See `sources.seam.Source`: of the steps of a publisher the newest alone, if it is at least
+    """See `Source`: of the steps of a publisher the newest alone, if it is at least
     `floor`. One is made for each update."""
 
     def __init__(
@@ -137,7 +137,7 @@ class NewestStep:
 
 class MirroredStep(StepFiles):
     """A step whose bytes are fetched by parts, as soon as it is known which ones are wanted. See
-    `sources.seam.Opened`."""
+    `Opened`."""
 
     costly_reads = False
     trusted = True  # what has come was compared with digests of the record, where it can be

@@ -36,7 +36,7 @@ from torchrelay.sources.remote_step import (
     RemoteStep,
     Supplier,
 )
-from torchrelay.sources.seam import Opened, Source
+from torchrelay.sources.source import Opened, Source
 from torchrelay.stores.reading.chunks import whole_chunks
 from torchrelay.stores.step_files import StepFiles
 
@@ -303,7 +303,7 @@ def can_be_seeded(source: Source) -> TypeGuard[EndpointSource]:
 class SeedingSource:
     """Opens a step by fetching it into memory of its own, which it serves until `close`.
 
-    A step that is in memory of this host is opened as it is. See `sources.seam.Source`.
+    A step that is in memory of this host is opened as it is. See `Source`.
     """
 
     def __init__(self, source: EndpointSource, progress: ProgressCallback | None = None) -> None:
@@ -335,7 +335,7 @@ class SeedingSource:
 
 class SeededStep(StepFiles):
     """A step that a seed has whole. New tensors keep its memory; the first write to one copies the
-    page. See `sources.seam.Opened`."""
+    page. See `Opened`."""
 
     costly_reads = False
     trusted = True
