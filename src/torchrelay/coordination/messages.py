@@ -36,7 +36,9 @@ class RankMessage(msgspec.Struct, array_like=True):
         context = {name: getattr(fault, name, None) for name in _CONTEXT}
         context["rank"] = rank if fault.rank is None else fault.rank
         context["phase"] = fault.phase or phase
-        return cls(kind=type(fault).__name__, text=fault.message, context=context)
+        # Of a class that only this process knows, the nearest one that all know.
+        kind = next(one.__name__ for one in type(fault).__mro__ if one.__name__ in _KINDS)
+        return cls(kind=kind, text=fault.message, context=context)
 
     @classmethod
     def of(

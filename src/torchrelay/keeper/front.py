@@ -28,6 +28,7 @@ from torchrelay.shares.planner import PlannedShare
 from torchrelay.shares.share import Share
 from torchrelay.sources.access import Access
 from torchrelay.sources.endpoint import EndpointSource
+from torchrelay.sources.server_kinds import Keepers
 from torchrelay.system import needs_linux
 
 
@@ -182,7 +183,8 @@ class Keeper:
         """The steps of all keepers of the job, as a source of `recover`."""
         self._publisher.owner.check()
         access = Access(token=self._server.token, cafile=self._access.cafile)
-        return EndpointSource(self._server.known, access=access, job=self._name.job)
+        kind = Keepers(self._name.job)
+        return EndpointSource(self._server.known, access=access, kind=kind)
 
     def status(self) -> dict[str, Any]:
         """The steps, copies and readers of this host's keeper."""

@@ -13,7 +13,11 @@ import msgspec
 
 from torchrelay.coordination.messages import decoded
 from torchrelay.deadlines import Deadline
-from torchrelay.endpoint.publish.server_process import START_SECONDS, ServerProcess
+from torchrelay.endpoint.publish.server_process import (
+    START_SECONDS,
+    RequestRefusedError,
+    ServerProcess,
+)
 from torchrelay.endpoint.server import messages as m
 from torchrelay.endpoint.server.http.sockets import user_of
 from torchrelay.errors import EndpointError, UsageError
@@ -154,12 +158,11 @@ class KeeperProcess(ServerProcess):
                 self.joined = self.ask(self._join, k.Joined, deadline.left())
                 self.port = self.joined.port
                 return
-            except EndpointError as fault:
-                if "refused" in fault.message:
-                    self.process.drop()
-                    raise UsageError(
-                        f"the keeper does not take this worker: {fault.message}"
-                    ) from None
+            except RequestRefusedError as fault:
+                self.process.drop()
+                text = f"the keeper does not take this worker: {fault.message}"
+                raise UsageError(text) from None
+            except EndpointError:
                 if deadline.passed:
                     raise
             time.sleep(_PAUSE)  # one that was just about to end

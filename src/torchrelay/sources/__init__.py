@@ -1,1 +1,1 @@
-"""Where states come from: the seam, and what makes a URL or a store into a source."""
+"""Where states come from: the interface, and what makes a URL or a store into a source."""

@@ -25,7 +25,7 @@ from torchrelay.processes.frames import has_hung_up
 from torchrelay.record.schema import Record, VolumeRecord
 from torchrelay.results import Loaded, Outcome
 from torchrelay.sources.connection import Host
-from torchrelay.sources.endpoint import POLL_SECONDS, EndpointSource, checked_record, local_facts
+from torchrelay.sources.endpoint import POLL_SECONDS, EndpointSource
 from torchrelay.sources.lent_memory import (
     ASK_SECONDS,
     DeviceLease,
@@ -34,6 +34,7 @@ from torchrelay.sources.lent_memory import (
     borrow,
 )
 from torchrelay.sources.remote_step import RemoteStep
+from torchrelay.sources.requests import checked_record, local_facts
 from torchrelay.stores.step_files import DataReader, DeviceRun, StepFiles
 from torchrelay.transports.routes.cuda.handles import (
     Export,

@@ -1,7 +1,7 @@
 """Servers as a source: which steps they have, and a step that some of them have, opened.
 
-Several endpoints each have the whole step. The keepers of a job have parts of it: a step is
-available where they have all of its volumes together.
+Several endpoints each have the whole step, the keepers of a job have parts of it: `server_kinds`
+has what differs.
 """
 
 from __future__ import annotations
@@ -14,15 +14,12 @@ from copy import copy
 from dataclasses import replace
 from functools import partial
 from itertools import chain
-from typing import Annotated, TypeVar
-
-import msgspec
+from typing import TypeVar
 
 from torchrelay.arguments import items_of
 from torchrelay.deadlines import Deadline
 from torchrelay.errors import (
     EndpointError,
-    ManifestError,
     PeerLostError,
     RelayError,
     StepNotFoundError,
@@ -30,72 +27,39 @@ from torchrelay.errors import (
     UsageError,
 )
 from torchrelay.memory.thread_pool import ThreadPool
-from torchrelay.record.encoding import content_digest, decode_at_rest
 from torchrelay.record.schema import Record
 from torchrelay.results import Loaded, Outcome, Peer
 from torchrelay.shortage import raise_shortage
 from torchrelay.sources.access import Access
-from torchrelay.sources.connection import RECORD_BYTES, Host, Reply
-from torchrelay.sources.lent_memory import Count, LentMemory, LocalFacts
+from torchrelay.sources.connection import Host
+from torchrelay.sources.lent_memory import LentMemory, LocalFacts
 from torchrelay.sources.remote_step import RemoteStep, Supplier, Suppliers
-from torchrelay.steps import MAX_STEP
+from torchrelay.sources.requests import (
+    DamagedRecordError,
+    holders_of,
+    listed_steps,
+    local_facts,
+    record_of,
+    time_share,
+)
+from torchrelay.sources.server_kinds import Endpoints, Holders, ServerKind, by_snapshot
 
-ASK_SECONDS = 20.0  # that a server may take to answer a small request
-KEEPER_SECONDS = 5.0  # that a keeper may take: it may be gone with its host
 POLL_SECONDS = 30.0  # that one request waits for a newer step,
 SHORT_POLL = 0.5  # and where another server did not answer and is asked again
 END_SECONDS = 1.0  # to tell all servers that a read is over
-MAX_URLS, MAX_KEEPERS = 64, 4096
+MAX_HOLDERS = 64  # servers of a volume that one names
 _AT_ONCE = 16
 _SHOWN = 3  # volumes in a message
 _MARGIN = 0.1  # seconds that an answer may take on its way
 
 Result = TypeVar("Result")
-Step = Annotated[int, msgspec.Meta(ge=0, le=MAX_STEP)]
-SnapshotId = Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{32}$")]
-
-
-class StepFacts(msgspec.Struct):
-    """A line of `/steps.json`, as far as a reader needs it. `here`: the volumes, of `volumes`, that
-    the server has itself. `state`: a digest that steps with the same state share, if it is known.
-    """
-
-    step: Step
-    snapshot: SnapshotId
-    bytes: Count
-    volumes: Count = 0
-    here: list[str] = []
-    state: str = ""
-
-
-class _StepList(msgspec.Struct):
-    steps: list[StepFacts]
-
-
-class PlaceFacts(msgspec.Struct):
-    """`/places.json`: the URLs that have each volume. An empty text is the server itself."""
-
-    volumes: dict[str, list[str]]
-
-
-Holders = list[tuple[Host, StepFacts]]
-
-
-_step_list = msgspec.json.Decoder(_StepList)
-_places = msgspec.json.Decoder(PlaceFacts)
-_local = msgspec.json.Decoder(LocalFacts)
-
-
-class _DamagedRecordError(EndpointError):
-    """A record with wrong bytes, which may have been changed on their way."""
-
 
 # These are tried once more. A connection that is refused is not.
-_PASSING = (ConnectionResetError, BrokenPipeError, _DamagedRecordError)
+_PASSING = (ConnectionResetError, BrokenPipeError, DamagedRecordError)
 
 
 class EndpointSource:
-    """Endpoints by their URLs, or with `job` the keepers of a job.
+    """Servers by their URLs: endpoints, unless `kind` says otherwise.
 
     On this host, for this user, memory is mapped in place of reading it over TCP, unless
     `same_host` is false; `instead` says why it is not. `verify`: mapped memory is verified too.
@@ -111,17 +75,17 @@ class EndpointSource:
         access: Access | None = None,
         same_host: bool = True,
         verify: bool = False,
-        job: str = "",
+        kind: ServerKind | None = None,
         tokens: Mapping[str, str] | None = None,
     ) -> None:
+        self.kind: ServerKind = kind or Endpoints()
         listed = items_of("url", urls, str, "an endpoint's URL")
-        most = MAX_KEEPERS if job else MAX_URLS
-        if len(listed) > most:
-            raise UsageError(f"give at most {most} URLs, not {len(listed)}")
+        if len(listed) > self.kind.most:
+            raise UsageError(f"give at most {self.kind.most} URLs, not {len(listed)}")
         self.access = access or Access()
         self._token, self._context = self.access.secret(), self.access.client_context()
         self._tokens = tokens or {}
-        self._same_host, self._verify, self.job = same_host, verify or bool(job), job
+        self._same_host, self._verify = same_host, verify or self.kind.verifies
         self.reader = secrets.token_hex(16)
         self.hosts = [self.host(url) for url in dict.fromkeys(listed)]
         self.local: dict[str, LocalFacts] = {}  # of servers by URL, for those who ask them again
@@ -129,6 +93,7 @@ class EndpointSource:
 
     def _begin_again(self) -> None:
         self.failed: dict[str, str] = {}
+        self._silent: set[str] = set()  # URLs that did not answer when they were asked last
         self.instead: dict[str, str] = {}
         self._listed: dict[int, Holders] = {}
         self._opened: list[RemoteStep] = []
@@ -145,12 +110,11 @@ class EndpointSource:
 
     @property
     def name(self) -> str:
-        return f"keeper {self.job}" if self.job else ", ".join(host.url for host in self.hosts)
+        return self.kind.name([host.url for host in self.hosts])
 
     @property
     def cost(self) -> int:
-        here = bool(self.hosts) and all(host.is_here for host in self.hosts)
-        return 0 if self.job or here else 1
+        return self.kind.cost(bool(self.hosts) and all(host.is_here for host in self.hosts))
 
     @property
     def mapped(self) -> bool:
@@ -191,56 +155,44 @@ class EndpointSource:
     def _list(self, deadline: Deadline, query: str, wait: float) -> list[int]:
         hosts = [host for host in self.hosts if host.url not in self.failed]
         # A server that waits for a step answers late; else one that is silent leaves others time.
-        seconds = _share(deadline, alone=bool(query) or len(hosts) == 1)
-        seconds = min((KEEPER_SECONDS if self.job else ASK_SECONDS) + wait, seconds)
-        get = partial(_get, _step_list, f"/steps.json{query}", seconds)
-        answers = ThreadPool(_AT_ONCE).each(partial(self._asked, get), hosts)
-        self._listed = {}
-        for host, answer in zip(hosts, answers, strict=True):
-            # Of two steps with one number the last replaced the first; keepers may need both.
-            steps = () if answer is None else answer.steps
-            newest = {(one.step, self.job and one.snapshot): one for one in steps}
-            for facts in newest.values():
-                self._listed.setdefault(facts.step, []).append((host, facts))
-        if not any(answers):
+        seconds = time_share(deadline, alone=bool(query) or len(hosts) == 1)
+        seconds = min(self.kind.seconds + wait, seconds)
+        answers = ThreadPool(_AT_ONCE).each(
+            lambda host: self._asked(host, lambda: listed_steps(host, query, seconds)), hosts
+        )
+        if all(answer is None for answer in answers):
+            self._listed = {}
             raise self._nobody(deadline)
-        if self.job:
-            self._keep_complete()
+        found = ((host, answer or ()) for host, answer in zip(hosts, answers, strict=True))
+        self._listed, lacking = self.kind.list(found)
+        if lacking and not self._listed:
+            raise EndpointError("; ".join([*lacking, *self._faults()]))
         return list(self._listed)
 
-    def _keep_complete(self) -> None:
-        """Drop steps whose volumes the keepers do not have together."""
-        complete: dict[int, Holders] = {}
-        lacking = []
-        for step, some in self._listed.items():
-            for holders in _by_snapshot(some).values():
-                there = {name for _, facts in holders for name in facts.here}
-                wanted = max(facts.volumes for _, facts in holders)
-                if len(there) >= wanted:
-                    complete.setdefault(step, []).extend(holders)
-                else:
-                    lacking.append(f"step {step} has {len(there)} of its {wanted} volumes")
-        self._listed = complete
-        if lacking and not complete:
-            faults = [f"{url}: {why}" for url, why in self.failed.items()]
-            raise EndpointError("; ".join([*lacking, *faults]))
-
-    def _asked(self, get: Callable[[Host], Result], host: Host) -> Result | None:
+    def _asked(self, host: Host, get: Callable[[], Result]) -> Result | None:
         """A server's answer; None where it does not answer as one, and `failed` has the reason."""
+        self._silent.discard(host.url)
         for again in (True, False):
             try:
-                return get(host)
+                return get()
             except (EndpointError, OSError) as fault:
                 raise_shortage(fault, f"ask {host.url}")
-                if not (again and isinstance(fault, _PASSING)):
-                    self.failed[host.url] = _reason(fault)
-                    break
+                if again and isinstance(fault, _PASSING):
+                    continue
+                if isinstance(fault, EndpointError):
+                    self.failed[host.url] = fault.message
+                else:
+                    self.failed[host.url] = f"does not answer: {_reason(fault)}"
+                    self._silent.add(host.url)
+                break
         return None
 
+    def _faults(self) -> list[str]:
+        return [f"{url}: {why}" for url, why in self.failed.items()]
+
     def _nobody(self, deadline: Deadline, cause: str = "") -> RelayError:
-        faults = [f"{url}: {why}" for url, why in self.failed.items()]
-        reasons = "; ".join([*([cause] if cause else []), *faults])
-        refused = all("does not answer: " not in why for why in self.failed.values())
+        reasons = "; ".join([*([cause] if cause else []), *self._faults()])
+        refused = self._silent.isdisjoint(self.failed)
         if deadline.passed and not refused:
             text = f"no endpoint could be read in {deadline.seconds:g} s: {reasons}"
             return TransferTimeoutError(text, phase="open")
@@ -260,8 +212,8 @@ class EndpointSource:
             text = f"no step {step} at {self.name}; available: {there}"
             raise StepNotFoundError(text, step=step)
         listed = self._listed.pop(step)  # another look asks again
-        holders = max(_by_snapshot(listed).values(), key=len)
-        for host in () if self.job else self.hosts:
+        holders = max(by_snapshot(listed).values(), key=len)
+        for host in self.hosts if self.kind.whole else ():
             if all(host is not one for one, _ in holders):
                 other = any(host is one for one, _ in listed)
                 why = f"has other bytes of step {step}" if other else f"has no step {step}"
@@ -269,8 +221,8 @@ class EndpointSource:
         snapshot, found = holders[0][1].snapshot, None
         self._asked_for_step = True
         for host, _ in holders:
-            seconds = _share(deadline, alone=host is holders[-1][0])
-            found = self._asked(partial(_record, step, snapshot, seconds), host)
+            seconds = time_share(deadline, alone=host is holders[-1][0])
+            found = self._asked(host, partial(record_of, host, step, snapshot, seconds))
             if found is not None:
                 break
         if found is None:
@@ -285,7 +237,7 @@ class EndpointSource:
     def digests_of(self, step: int) -> tuple[str, str]:
         """The snapshot and the state of a step that was listed last, as most of the servers have
         it; empty where they are not known."""
-        holders = _by_snapshot(self._listed.get(step, []))
+        holders = by_snapshot(self._listed.get(step, []))
         most = max(holders.values(), key=len, default=[])
         states = (facts.state for _, facts in most if facts.state)
         return (most[0][1].snapshot, next(states, "")) if most else ("", "")
@@ -306,12 +258,11 @@ class EndpointSource:
         for host, facts in able:
             for name in facts.here:
                 add(name, host.url, host)
-        for host, _ in () if all(volumes.values()) or self.job else able:
-            seconds = min(ASK_SECONDS, _share(deadline, alone=host is able[-1][0]))
-            get = partial(_get, _places, f"/places.json?snapshot={snapshot}", seconds)
-            found = self._asked(get, host)
-            for name, urls in () if found is None else found.volumes.items():
-                for url in urls[:MAX_URLS]:
+        for host, _ in able if self.kind.whole and not all(volumes.values()) else ():
+            left = time_share(deadline, alone=host is able[-1][0])
+            get = partial(holders_of, host, snapshot, min(self.kind.seconds, left))
+            for name, urls in (self._asked(host, get) or {}).items():
+                for url in urls[:MAX_HOLDERS]:
                     try:
                         add(name, url or host.url, self.host(url, host) if url else host)
                     except UsageError as fault:
@@ -333,7 +284,7 @@ class EndpointSource:
                 supplier.take(lent, sizes)
             except (OSError, EndpointError) as fault:
                 self.instead["mapped"] = getattr(fault, "strerror", None) or str(fault)
-                if not self.job:  # else the memory of some keepers is read, and others by HTTP
+                if self.kind.whole:  # of keepers each may have other volumes
                     return
 
     # The end.
@@ -413,64 +364,6 @@ def _some(volumes: list[str]) -> str:
     return f"volume{'s' if len(volumes) > 1 else ''} {shown}{f' and {more} more' * (more > 0)}"
 
 
-def _by_snapshot(listed: Holders) -> dict[str, Holders]:
-    found: dict[str, Holders] = {}
-    for host, facts in listed:
-        found.setdefault(facts.snapshot, []).append((host, facts))
-    return found
-
-
-def _record(step: int, snapshot: str, seconds: float, host: Host) -> tuple[bytes, Record]:
-    answer = host.get(f"/record?step={step}", seconds=seconds, limit=RECORD_BYTES)
-    if answer.status == 404:
-        raise StepNotFoundError(f"no step {step} at {host.url}", step=step)
-    _check(host, answer)
-    if answer.headers.get("torchrelay-snapshot", snapshot) != snapshot:
-        raise StepNotFoundError(f"step {step} was replaced meanwhile: pull again", step=step)
-    return answer.body, checked_record(host.url, answer.body, step, snapshot)
-
-
-def checked_record(url: str, data: bytes, step: int, snapshot: str) -> Record:
-    """The record that a server sent; `EndpointError` unless it is that of this step and content."""
-    try:
-        record = decode_at_rest(data)
-    except ManifestError as fault:
-        raise _DamagedRecordError(f"{url} has no valid record: {fault.message}") from fault
-    if record.step != step or content_digest(record) != snapshot:
-        raise EndpointError(f"{url} sends a record of something else than it lists")
-    return record
-
-
-def local_facts(host: Host) -> LocalFacts:
-    """Where a server lends memory; raises `OSError` or `EndpointError` if it does not say."""
-    return _get(_local, "/local.json", KEEPER_SECONDS, host)
-
-
-def _share(deadline: Deadline, *, alone: bool) -> float:
-    """Seconds that a server may take to answer: half of what is left, unless it is `alone`."""
-    return max(deadline.left() / (1 if alone else 2), 0.01)
-
-
 def _reason(fault: Exception) -> str:
-    if isinstance(fault, EndpointError):
-        return fault.message
     text = getattr(fault, "strerror", None) or str(fault) or type(fault).__name__
-    return f"does not answer: {text if text.isprintable() else ascii(text)}"
-
-
-def _check(host: Host, answer: Reply) -> None:
-    if answer.status == 401:
-        text = f"{host.url} does not take this token ({answer.text}): give Access(token=) its token"
-        raise EndpointError(text)
-    if answer.status != 200:
-        raise EndpointError(f"{host.url} answered {answer.status}: {answer.text}")
-
-
-def _get(decoder: msgspec.json.Decoder[Result], path: str, seconds: float, host: Host) -> Result:
-    answer = host.get(path, seconds=seconds)
-    _check(host, answer)
-    try:
-        return decoder.decode(answer.body)
-    except (msgspec.MsgspecError, ValueError, RecursionError) as fault:
-        text = f"{host.url} answers in another way than an endpoint: {fault}"
-        raise EndpointError(text) from None
+    return text if text.isprintable() else ascii(text)

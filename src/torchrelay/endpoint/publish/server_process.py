@@ -21,6 +21,10 @@ Kind = TypeVar("Kind")
 _answer = msgspec.msgpack.Decoder(m.ServerAnswer)
 
 
+class RequestRefusedError(EndpointError):
+    """The process runs, and does not do what it was asked to do."""
+
+
 class ServerProcess:
     """A server process: requests, one at a time, and their answers. One that was lost is started
     again, at the port it had. A keeper overrides `_begin`, and the methods from `report` on, which
@@ -100,7 +104,7 @@ class ServerProcess:
                 raise
             answer = self._answers.decode(data)
             if isinstance(answer, m.Refused):
-                raise EndpointError(f"{self._noun} refused: {answer.message}")
+                raise RequestRefusedError(f"{self._noun} refused: {answer.message}")
             if not isinstance(answer, kind):
                 self.process.drop()
                 text = f"{self._noun} answered something else; the next call restarts it"

@@ -295,7 +295,7 @@ def _first(wanted: Flags) -> int | None:
 def can_be_seeded(source: Source) -> TypeGuard[EndpointSource]:
     """Whether pullers of a source can pass its steps on. Seeds of https endpoints need their own
     certificate."""
-    if not isinstance(source, EndpointSource) or source.job:
+    if not isinstance(source, EndpointSource) or not source.kind.whole:
         return False
     return source.access.tls or not any(host.tls for host in source.hosts)
 
