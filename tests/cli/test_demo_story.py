@@ -1,4 +1,4 @@
-"""What the demo makes of its workers' messages, without workers."""
+"""The demo reads messages of its workers. There are no workers here."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def played(*messages: WorkerMessage) -> tuple[Story, list[str]]:
     return story, events
 
 
-def done(rank: int, weights: str = "right") -> Heard:
+def done(rank: int, weights: str = "right") -> WorkerMessage:
     return WorkerMessage(rank, "done", 0.0, weights)
 
 

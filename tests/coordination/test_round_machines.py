@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import pytest
 
-from torchrelay.coordination import member_round as member
 from torchrelay.coordination.coordinator_round import (
     Answer,
+    CallMade,
     CoordinatorRound,
-    Outcome,
-    Request,
-    Seen,
-    Sent,
-    Stage,
-    Verb,
+    RoundOutcome,
+    RoundRequest,
+    RoundStage,
+    RoundVerb,
+    WaitEnd,
 )
-from torchrelay.coordination.member_round import MemberRound
+from torchrelay.coordination.member_round import MemberRound, MemberStage
 from torchrelay.coordination.messages import CallName
 
 SAVE, NEXT, LOAD = CallName("save", 7), CallName("save", 8), CallName("load")
@@ -30,7 +29,7 @@ def driven(machine: CoordinatorRound, *answers: Answer) -> tuple[CoordinatorRoun
     return machine, requests
 
 
-def shown(request: Request) -> str:
+def shown(request: RoundRequest) -> str:
     return f"{request.verb.name} {request.rank}" if request.rank else request.verb.name
 
 
@@ -39,76 +38,80 @@ def coordinator(name: CallName = SAVE, *, first: bool = True) -> CoordinatorRoun
 
 
 def test_ranks_that_make_one_call_get_a_decision() -> None:
-    answers = [Seen.HERE, Sent(SAVE), Sent(SAVE), None, None, None]
+    answers = [WaitEnd.HERE, CallMade(SAVE), CallMade(SAVE), None, None, None]
     made, requests = driven(coordinator(), *answers)
     assert requests == ["WAIT", "READ 1", "READ 2", "DECIDE", "ANSWER 1", "ANSWER 2"]
-    assert made.stage is Stage.OVER and made.outcome is Outcome.DECIDED
+    assert made.stage is RoundStage.OVER and made.outcome is RoundOutcome.DECIDED
 
 
 def test_messages_of_later_rounds_are_removed_before_the_decision() -> None:
-    answers = [Seen.HERE, Sent(SAVE), Sent(SAVE), None, None, None, None, None]
+    answers = [WaitEnd.HERE, CallMade(SAVE), CallMade(SAVE), None, None, None, None, None]
     made, requests = driven(coordinator(first=False), *answers)
     assert requests[3:] == ["REMOVE 1", "REMOVE 2", "DECIDE", "ANSWER 1", "ANSWER 2"]
-    assert made.outcome is Outcome.DECIDED
+    assert made.outcome is RoundOutcome.DECIDED
 
 
 def test_a_message_that_is_gone_is_waited_for_again() -> None:
-    made, requests = driven(coordinator(), Seen.HERE, None, Sent(SAVE), Seen.HERE, Seen.HERE)
+    made, requests = driven(
+        coordinator(), WaitEnd.HERE, None, CallMade(SAVE), WaitEnd.HERE, WaitEnd.HERE
+    )
     assert requests == ["WAIT", "READ 1", "READ 2", "PAUSE", "WAIT"]
-    assert made.stage is Stage.READING and made.gone == [1, 2] and made.request.rank == 1
+    assert made.stage is RoundStage.READING and made.gone == [1, 2] and made.request.rank == 1
 
 
 def test_the_pause_ends_with_the_time() -> None:
-    made, _ = driven(coordinator(), Seen.HERE, None, Sent(SAVE), Seen.LATE)
-    assert made.stage is Stage.ENDING
+    made, _ = driven(coordinator(), WaitEnd.HERE, None, CallMade(SAVE), WaitEnd.LATE)
+    assert made.stage is RoundStage.ENDING
 
 
 def test_a_rank_that_is_behind_is_answered_and_waited_for() -> None:
-    made, requests = driven(coordinator(NEXT), Seen.HERE, Sent(SAVE), Sent(NEXT), None)
+    made, requests = driven(coordinator(NEXT), WaitEnd.HERE, CallMade(SAVE), CallMade(NEXT), None)
     assert requests[3:] == ["ANSWER 1"]
-    assert made.stage is Stage.GATHERING and made.behind == ((1, 7),)
-    made, _ = driven(made, Seen.HERE, Sent(SAVE), Sent(NEXT))
+    assert made.stage is RoundStage.GATHERING and made.behind == ((1, 7),)
+    made, _ = driven(made, WaitEnd.HERE, CallMade(SAVE), CallMade(NEXT))
     assert dict(made.rejected).keys() == {0, 2}, "it does not come further"
     made, requests = driven(made, None)
-    assert requests == ["ANSWER 2"] and made.outcome is Outcome.REJECTED
+    assert requests == ["ANSWER 2"] and made.outcome is RoundOutcome.REJECTED
 
 
 def test_a_coordinator_that_is_behind_fails_alone() -> None:
-    made, _ = driven(coordinator(), Seen.HERE, Sent(NEXT), Sent(NEXT))
-    assert made.stage is Stage.OVER and made.outcome is Outcome.REJECTED
+    made, _ = driven(coordinator(), WaitEnd.HERE, CallMade(NEXT), CallMade(NEXT))
+    assert made.stage is RoundStage.OVER and made.outcome is RoundOutcome.REJECTED
     assert "save of step 7" in dict(made.rejected)[0]
 
 
 def test_calls_of_different_kinds_all_fail() -> None:
-    made, requests = driven(coordinator(), Seen.HERE, Sent(LOAD), Sent(SAVE), None, None)
-    assert requests[3:] == ["ANSWER 1", "ANSWER 2"] and made.outcome is Outcome.REJECTED
+    made, requests = driven(coordinator(), WaitEnd.HERE, CallMade(LOAD), CallMade(SAVE), None, None)
+    assert requests[3:] == ["ANSWER 1", "ANSWER 2"] and made.outcome is RoundOutcome.REJECTED
 
 
-@pytest.mark.parametrize("answers", [[Seen.LATE], [Seen.HERE, Sent(SAVE), Seen.DAMAGED]])
+@pytest.mark.parametrize(
+    "answers", [[WaitEnd.LATE], [WaitEnd.HERE, CallMade(SAVE), WaitEnd.DAMAGED]]
+)
 def test_a_call_that_fails_does_so_on_the_ranks_that_came(answers: list[Answer]) -> None:
     made, _ = driven(coordinator(), *answers)
-    assert made.stage is Stage.ENDING
-    made, requests = driven(made, None, Sent(SAVE), None, Sent(NEXT))
+    assert made.stage is RoundStage.ENDING
+    made, requests = driven(made, None, CallMade(SAVE), None, CallMade(NEXT))
     assert requests == ["NOTE", "READ 1", "ANSWER 1", "READ 2"], "rank 2 makes another call"
-    assert made.outcome is Outcome.FAILED
+    assert made.outcome is RoundOutcome.FAILED
     made, _ = driven(coordinator(first=False), *answers)
-    made, requests = driven(made, None, Seen.DAMAGED, Sent(SAVE), None, None)
+    made, requests = driven(made, None, WaitEnd.DAMAGED, CallMade(SAVE), None, None)
     assert requests == ["NOTE", "READ 1", "READ 2", "REMOVE 2", "ANSWER 2"]
 
 
 def test_there_is_no_note_for_a_call_that_may_be_the_next_one() -> None:
-    made, _ = driven(coordinator(LOAD), Seen.LATE)
+    made, _ = driven(coordinator(LOAD), WaitEnd.LATE)
     assert shown(made.request) == "READ 1"
 
 
-@pytest.mark.parametrize("answers", [[Seen.OFF], [Seen.HERE, Sent(SAVE), Seen.OFF]])
+@pytest.mark.parametrize("answers", [[WaitEnd.OFF], [WaitEnd.HERE, CallMade(SAVE), WaitEnd.OFF]])
 def test_a_call_that_was_called_off_is_over(answers: list[Answer]) -> None:
     made, _ = driven(coordinator(), *answers)
-    assert made.stage is Stage.OVER and made.outcome is Outcome.OFF
+    assert made.stage is RoundStage.OVER and made.outcome is RoundOutcome.OFF
 
 
 def test_each_request_has_a_name_of_its_own() -> None:
-    assert len(Verb) == 7
+    assert len(RoundVerb) == 7
 
 
 # Of another rank
@@ -116,18 +119,18 @@ def test_each_request_has_a_name_of_its_own() -> None:
 
 @pytest.mark.parametrize("first", [True, False])
 def test_a_member_takes_its_answer(first: bool) -> None:
-    made = MemberRound(first).sent().waited(Seen.HERE)
-    assert made.stage is member.Stage.TAKING
+    made = MemberRound(first).sent().waited(WaitEnd.HERE)
+    assert made.stage is MemberStage.TAKING
     made = made.took(True)
     assert made.answered and not made.unread
-    assert made.stage is (member.Stage.LEAVING if first else member.Stage.OVER)
-    assert made.left().stage is member.Stage.OVER
+    assert made.stage is (MemberStage.LEAVING if first else MemberStage.OVER)
+    assert made.left().stage is MemberStage.OVER
 
 
 @pytest.mark.parametrize("first", [True, False])
 def test_a_member_removes_the_message_of_a_call_that_was_called_off(first: bool) -> None:
-    made = MemberRound(first).sent().waited(Seen.OFF)
-    assert made.stage is member.Stage.LEAVING and made.answered and made.unread
+    made = MemberRound(first).sent().waited(WaitEnd.OFF)
+    assert made.stage is MemberStage.LEAVING and made.answered and made.unread
 
 
 @pytest.mark.parametrize("first", [True, False])
@@ -135,10 +138,10 @@ def test_a_member_removes_the_message_of_a_call_that_was_called_off(first: bool)
 def test_a_member_that_gives_up_leaves_a_message_in_later_rounds(first: bool, how: str) -> None:
     made = MemberRound(first).sent()
     if how == "gone":
-        made = made.waited(Seen.HERE).took(False)
+        made = made.waited(WaitEnd.HERE).took(False)
     else:
-        made = made.waited(Seen.LATE) if how == "late" else made.broken_off()
+        made = made.waited(WaitEnd.LATE) if how == "late" else made.broken_off()
     assert not made.answered and made.unread
-    assert made.stage is (member.Stage.LEAVING if first else member.Stage.OVER)
+    assert made.stage is (MemberStage.LEAVING if first else MemberStage.OVER)
     if first:
-        assert made.broken_off().stage is member.Stage.OVER, "the store is lost"
+        assert made.broken_off().stage is MemberStage.OVER, "the store is lost"

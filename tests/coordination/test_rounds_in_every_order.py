@@ -14,16 +14,16 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from torchrelay.coordination import member_round as member
 from torchrelay.coordination.coordinator_round import (
+    CallMade,
     CoordinatorRound,
-    Outcome,
-    Request,
-    Seen,
-    Sent,
-    Stage,
-    Verb,
+    RoundOutcome,
+    RoundRequest,
+    RoundStage,
+    RoundVerb,
+    WaitEnd,
 )
+from torchrelay.coordination.member_round import MemberRound, MemberStage
 from torchrelay.coordination.messages import COORDINATOR, CallName
 
 WORLD = 3
@@ -60,7 +60,7 @@ class Rank(NamedTuple):
     call: int = 0
     round: int = 1
     prefix: Key = ("first",)
-    machine: CoordinatorRound | member.MemberRound | None = None
+    machine: CoordinatorRound | MemberRound | None = None
     read: tuple[tuple[int, Left], ...] = ()  # the coordinator's
     numbers: int = 0  # of keys that it has used
     behind: tuple[tuple[int, int], ...] = ()
@@ -129,7 +129,7 @@ class Job:
         stale = frozenset(key for key in rank.stale if key not in there)
         store = frozenset(one for one in world.store if one[0] not in rank.stale)
         first = rank.round == 1
-        machine: Any = member.MemberRound(first)
+        machine: Any = MemberRound(first)
         if number == COORDINATOR:
             machine = CoordinatorRound(self._name(rank), OTHERS, first, rank.behind)
         begun = rank._replace(machine=machine, stale=stale, numbers=rank.numbers + (number > 0))
@@ -152,25 +152,25 @@ class Job:
     # A rank other than the coordinator.
 
     def _takes_part(
-        self, world: World, number: int, rank: Rank, machine: member.MemberRound
+        self, world: World, number: int, rank: Rank, machine: MemberRound
     ) -> Iterator[World]:
         key, answer = (*rank.prefix, rank.round, number), ("answer", number, rank.numbers)
         there = dict(world.store)
         store, after = world.store, machine
-        if machine.stage is member.Stage.SENDING:
+        if machine.stage is MemberStage.SENDING:
             store |= {(key, Left(rank.call, rank.round, answer))}
             after = machine.sent()
-        elif machine.stage is member.Stage.WAITING:
+        elif machine.stage is MemberStage.WAITING:
             if answer in there:
-                after = machine.waited(Seen.HERE)
+                after = machine.waited(WaitEnd.HERE)
             else:
                 if self._may_be_late(world, rank):
-                    gone = self._moved(number, rank, machine.waited(Seen.LATE), answer)
+                    gone = self._moved(number, rank, machine.waited(WaitEnd.LATE), answer)
                     yield world.after(number, gone)
                 if ("failed", rank.prefix, self._name(rank)) not in there:
                     return
-                after = machine.waited(Seen.OFF)
-        elif machine.stage is member.Stage.TAKING:
+                after = machine.waited(WaitEnd.OFF)
+        elif machine.stage is MemberStage.TAKING:
             given = there.get(answer)
             assert isinstance(given, Given)
             assert (given.call, given.round) == (rank.call, rank.round), "of another round"
@@ -179,14 +179,14 @@ class Job:
             if world.faults and rank.call == 0:  # it comes twice
                 twice = self._moved(number, rank, after, answer)
                 yield world.after(number, twice, faults=world.faults - 1)
-        elif machine.stage is member.Stage.LEAVING:
+        elif machine.stage is MemberStage.LEAVING:
             if not self._mistakes.keeps:
                 store = frozenset(one for one in store if one[0] != key)
             after = machine.left()
         yield world.after(number, self._moved(number, rank, after, answer), store=store)
 
-    def _moved(self, number: int, rank: Rank, machine: member.MemberRound, answer: Key) -> Rank:
-        if machine.stage is not member.Stage.OVER:
+    def _moved(self, number: int, rank: Rank, machine: MemberRound, answer: Key) -> Rank:
+        if machine.stage is not MemberStage.OVER:
             return rank._replace(machine=machine)
         if machine.unread:
             rank = rank._replace(stale=rank.stale | {answer})
@@ -198,26 +198,26 @@ class Job:
         verb, other = request = machine.request
         key = (*rank.prefix, rank.round, other)
         there, store = dict(world.store), world.store
-        if verb in (Verb.WAIT, Verb.PAUSE):
+        if verb in (RoundVerb.WAIT, RoundVerb.PAUSE):
             keys = [(*rank.prefix, rank.round, other) for other in OTHERS]
-            if verb is Verb.PAUSE or all(one in there for one in keys):
-                yield self._led(world, rank, machine.after(Seen.HERE))
+            if verb is RoundVerb.PAUSE or all(one in there for one in keys):
+                yield self._led(world, rank, machine.after(WaitEnd.HERE))
             if self._may_be_late(world, rank) and not all(one in there for one in keys):
-                yield self._led(world, rank, machine.after(Seen.LATE))
-        elif verb is Verb.READ:
+                yield self._led(world, rank, machine.after(WaitEnd.LATE))
+        elif verb is RoundVerb.READ:
             left = there.get(key)
             if isinstance(left, Left) and left.answer != dict(rank.answered).get(other):
                 found = rank._replace(read=(*rank.read, (other, left)))
-                yield self._led(world, found, machine.after(Sent(self._calls[left.call][0])))
+                yield self._led(world, found, machine.after(CallMade(self._calls[left.call][0])))
                 if world.faults and rank.call == 0:
-                    damaged = self._led(world, rank, machine.after(Seen.DAMAGED))
+                    damaged = self._led(world, rank, machine.after(WaitEnd.DAMAGED))
                     yield damaged._replace(faults=world.faults - 1)
             else:
                 yield self._led(world, rank, machine.after(None))
-        elif verb is Verb.REMOVE:
+        elif verb is RoundVerb.REMOVE:
             store = frozenset(one for one in store if one[0] != key)
             yield self._led(world._replace(store=store), rank, machine.after(None))
-        elif verb is Verb.ANSWER:
+        elif verb is RoundVerb.ANSWER:
             answered = self._answered(rank, machine, other)
             if self._mistakes.removes and machine.first:
                 store = frozenset(one for one in store if one[0] != key)
@@ -228,13 +228,13 @@ class Job:
             if world.faults and rank.call == 0:  # it gets lost
                 lost = world._replace(faults=world.faults - 1)
                 yield self._led(lost, rank, machine.after(None))
-        elif verb is Verb.NOTE:
+        elif verb is RoundVerb.NOTE:
             note = "failed", rank.prefix, self._name(rank)
             store |= {(note, None)}
             rank = rank._replace(stale=rank.stale | {note})
             yield self._led(world._replace(store=store), rank, machine.after(None))
         else:
-            assert request == Request(Verb.DECIDE)
+            assert request == RoundRequest(RoundVerb.DECIDE)
             for _, left in rank.read[-len(OTHERS) :]:
                 assert (left.call, left.round) == (rank.call, rank.round), "decided with another"
             numbers = rank.numbers + 1
@@ -245,15 +245,15 @@ class Job:
     def _answered(self, rank: Rank, machine: CoordinatorRound, other: int) -> tuple[Key, Given]:
         left = dict(rank.read)[other]
         # A rank that is behind gets the answer to its own call.
-        decided = machine.stage is Stage.DECIDING
+        decided = machine.stage is RoundStage.DECIDING
         return left.answer, Given(left.call, left.round, decided, rank.prefix)
 
     def _led(self, world: World, rank: Rank, machine: CoordinatorRound) -> World:
-        if machine.stage is not Stage.OVER:
-            read = () if machine.stage is Stage.GATHERING else rank.read
+        if machine.stage is not RoundStage.OVER:
+            read = () if machine.stage is RoundStage.GATHERING else rank.read
             after = rank._replace(machine=machine, read=read)
         else:
-            decided = machine.outcome is Outcome.DECIDED
+            decided = machine.outcome is RoundOutcome.DECIDED
             given = Given(rank.call, rank.round, decided, rank.prefix)
             behind = machine.behind if machine.first else rank.behind
             after = self._ended(rank._replace(behind=behind), given)

@@ -12,9 +12,13 @@ from torchrelay.errors import (
     StepNotFoundError,
     TornStateError,
 )
-from torchrelay.loading.search import Look, Progress, Seen, StepSearch, compare
+from torchrelay.loading.search import AttemptProgress, Look, StepLook, StepSearch, compare
 
-OPENING, PLANNED, WRITING = Progress(False, False), Progress(True, False), Progress(True, True)
+OPENING, PLANNED, WRITING = (
+    AttemptProgress(False, False),
+    AttemptProgress(True, False),
+    AttemptProgress(True, True),
+)
 
 
 def search(*steps: int, named: int | None = None) -> StepSearch:
@@ -52,7 +56,7 @@ def test_the_last_error_has_the_reason_for_each_step() -> None:
     ],
 )
 def test_only_damage_and_a_step_that_was_gone_are_looked_at_again(
-    fault: RelayError, progress: Progress, doubtful: bool
+    fault: RelayError, progress: AttemptProgress, doubtful: bool
 ) -> None:
     assert search(9).is_doubtful(fault, progress) == doubtful
 
@@ -89,14 +93,16 @@ def test_a_torn_state_stays_the_error_that_it_is() -> None:
 @pytest.mark.parametrize(
     ("looks", "found"),
     [
-        ([Seen(b"a", b"a"), Seen(b"a", b"a")], (Look.SAME, 0)),
-        ([Seen(b"", b""), Seen(b"", b"")], (Look.SAME, 0)),  # damaged, then and now
-        ([Seen(b"a", b"b"), Seen(b"a", b"b")], (Look.REPLACED, 0)),
-        ([Seen(b"a", b"a"), Seen(b"b", b"a")], (Look.REPLACED, 0)),
-        ([Seen(b"a", None), Seen(b"a", None)], (Look.REPLACED, 0)),
-        ([Seen(b"a", None), Seen(b"a", b"a")], (Look.REPLACED, 0)),
-        ([Seen(b"a", b"a"), Seen(b"a", b"a"), Seen(b"", None)], (Look.UNSEEN, 2)),
+        ([StepLook(b"a", b"a"), StepLook(b"a", b"a")], (Look.SAME, 0)),
+        ([StepLook(b"", b""), StepLook(b"", b"")], (Look.SAME, 0)),  # damaged, then and now
+        ([StepLook(b"a", b"b"), StepLook(b"a", b"b")], (Look.REPLACED, 0)),
+        ([StepLook(b"a", b"a"), StepLook(b"b", b"a")], (Look.REPLACED, 0)),
+        ([StepLook(b"a", None), StepLook(b"a", None)], (Look.REPLACED, 0)),
+        ([StepLook(b"a", None), StepLook(b"a", b"a")], (Look.REPLACED, 0)),
+        ([StepLook(b"a", b"a"), StepLook(b"a", b"a"), StepLook(b"", None)], (Look.UNSEEN, 2)),
     ],
 )
-def test_the_looks_of_all_ranks_are_compared(looks: list[Seen], found: tuple[Look, int]) -> None:
+def test_the_looks_of_all_ranks_are_compared(
+    looks: list[StepLook], found: tuple[Look, int]
+) -> None:
     assert compare(looks) == found

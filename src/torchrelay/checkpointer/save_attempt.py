@@ -44,7 +44,7 @@ _begun = msgspec.msgpack.Decoder(tuple[str, str, str])
 _encode = msgspec.msgpack.Encoder().encode
 
 
-class Stage(Enum):
+class SaveStage(Enum):
     NEW = "nothing was done"
     BEGUN = "there is a draft"
     PLANNED = "this rank knows its share"
@@ -66,7 +66,7 @@ class SaveAttempt:
     ) -> None:
         self.save, self._ranks, self._catalog = save, ranks, catalog
         self._planner, self._writer = planner, writer
-        self.stage = Stage.NEW
+        self.stage = SaveStage.NEW
         self._planned: PlannedShare | None = None
         self._staged: StagedShare | None = None
         self._written: Record | None = None
@@ -74,7 +74,7 @@ class SaveAttempt:
     def begin(self, wait: Callable[[float], None]) -> None:
         """Create the draft, once the save before has ended: `wait` raises unless it does so within
         that many seconds, with success."""
-        self._enter(Stage.NEW)
+        self._enter(SaveStage.NEW)
         save, store, deadline = self.save, self._catalog.store, self.save.deadline
 
         def mine() -> bytes:
@@ -100,10 +100,10 @@ class SaveAttempt:
             draft.id = id_
             draft.check_visible(self._ranks.rank, place)
             save.draft = draft
-        self.stage = Stage.BEGUN
+        self.stage = SaveStage.BEGUN
 
     def plan(self, state: object) -> None:
-        self._enter(Stage.BEGUN)
+        self._enter(SaveStage.BEGUN)
         save = self.save
 
         def check_space(nbytes: int) -> None:
@@ -113,36 +113,36 @@ class SaveAttempt:
         with save.watch("plan"):
             save.call.at("planning")
             self._planned = self._planner.plan(state, save.call, save.deadline, check_space)
-        self.stage = Stage.PLANNED
+        self.stage = SaveStage.PLANNED
 
     def write(self) -> None:
         """Write this rank's share, from where it is."""
-        self._enter(Stage.PLANNED)
+        self._enter(SaveStage.PLANNED)
         assert self._planned is not None
         with self.save.watch("write"):
             self._written = self._writer.write(self.save, self._planned.share)
-        self.stage = Stage.WRITTEN
+        self.stage = SaveStage.WRITTEN
 
     def copy(self) -> None:
         """Copy this rank's share, so that the caller may change the state."""
-        self._enter(Stage.PLANNED)
+        self._enter(SaveStage.PLANNED)
         assert self._planned is not None
         with self.save.watch("stage"):
             self._staged = self._writer.stage(self.save, self._planned)
-        self.stage = Stage.STAGED
+        self.stage = SaveStage.STAGED
 
     def write_copy(self) -> None:
-        self._enter(Stage.STAGED)
+        self._enter(SaveStage.STAGED)
         assert self._staged is not None
         self.save.call.at(self._staged.share.phase)
         with self.save.watch("write"):
             self._written = self._staged.share.written(self._staged.finish())
-        self.stage = Stage.WRITTEN
+        self.stage = SaveStage.WRITTEN
 
     def commit(self) -> Report:
         """The last round: the coordinator commits what all ranks have written. A failure needs no
         `give_up`."""
-        self._enter(Stage.WRITTEN)
+        self._enter(SaveStage.WRITTEN)
         assert self._planned is not None and self._written is not None
         save, planned, payload = self.save, self._planned, encode(self._written)
         sizes: dict[str, int] = {}
@@ -164,7 +164,7 @@ class SaveAttempt:
                 self._find_outcome(fault)
             finally:
                 save.call.drain()
-        self.stage = Stage.COMMITTED
+        self.stage = SaveStage.COMMITTED
         if self._ranks.coordinates:
             self._prune(sizes)
         url, seconds = f"{self._catalog.url}/step-{save.step}", dict(save.watch.seconds)
@@ -211,5 +211,5 @@ class SaveAttempt:
         if staged is not None:
             staged.release()
 
-    def _enter(self, stage: Stage) -> None:
+    def _enter(self, stage: SaveStage) -> None:
         assert self.stage is stage, f"{self.stage.name}, not {stage.name}"

@@ -14,11 +14,11 @@ from contextlib import contextmanager, nullcontext, suppress
 
 import msgspec
 
-from torchrelay.coordination import member_round as member
 from torchrelay.coordination.channel import CallChannel
 from torchrelay.coordination.coordinator_round import CoordinatorRound
 from torchrelay.coordination.group_store import StoreLost
 from torchrelay.coordination.leading import SPREAD, Decide, Leading
+from torchrelay.coordination.member_round import MemberRound, MemberStage
 from torchrelay.coordination.messages import (
     COORDINATOR,
     CallName,
@@ -152,15 +152,15 @@ class GroupCall(Call):
         answer = f"{channel.key}/answer/{self._rank}/{channel.token}/{next(channel.numbers)}"
         sent = RoundMessage(self.name, self._number, answer, deadline.left(), message)
         wait, data = self._wait(), None
-        machine = member.MemberRound(self._is_first)
+        machine = MemberRound(self._is_first)
         try:
-            while machine.stage is not member.Stage.OVER:
-                if machine.stage is member.Stage.SENDING:
+            while machine.stage is not MemberStage.OVER:
+                if machine.stage is MemberStage.SENDING:
                     store.put(key, _encode(sent))
                     machine = machine.sent()
-                elif machine.stage is member.Stage.WAITING:
+                elif machine.stage is MemberStage.WAITING:
                     machine = machine.waited(wait.wait([answer], deadline.left() + SPREAD))
-                elif machine.stage is member.Stage.TAKING:
+                elif machine.stage is MemberStage.TAKING:
                     data = store.take(answer)
                     machine = machine.took(data is not None)
                 else:
@@ -168,7 +168,7 @@ class GroupCall(Call):
                     machine = machine.left()
         except BaseException:
             machine = machine.broken_off()
-            if machine.stage is member.Stage.LEAVING:
+            if machine.stage is MemberStage.LEAVING:
                 store.drop(key)
             raise
         finally:

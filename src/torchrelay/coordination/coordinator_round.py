@@ -45,7 +45,7 @@ from typing import NamedTuple
 from torchrelay.coordination.messages import COORDINATOR, CallName, conflicts
 
 
-class Stage(Enum):
+class RoundStage(Enum):
     GATHERING = "waits until every rank has left a message"
     READING = "reads the messages"
     REJECTING = "answers the ranks whose calls fail"
@@ -55,24 +55,24 @@ class Stage(Enum):
 
 
 @unique
-class Verb(Enum):
+class RoundVerb(Enum):
     """A request to the driver; behind it the type of the answer."""
 
-    WAIT = "wait for a message of every rank"  # a `Seen`
-    PAUSE = "wait a moment, before the next look"  # a `Seen`
-    READ = "read a message"  # a `Sent`; DAMAGED, OFF; None if it is gone, or soon will be
+    WAIT = "wait for a message of every rank"  # a `WaitEnd`
+    PAUSE = "wait a moment, before the next look"  # a `WaitEnd`
+    READ = "read a message"  # a `CallMade`; DAMAGED, OFF; None if it is gone, or soon will be
     REMOVE = "remove a message"  # None
     DECIDE = "decide, with all messages"  # None
     ANSWER = "answer a rank"  # None
     NOTE = "leave a note that the call has failed, for ranks that come later"  # None
 
 
-class Request(NamedTuple):
-    verb: Verb
+class RoundRequest(NamedTuple):
+    verb: RoundVerb
     rank: int = COORDINATOR
 
 
-class Seen(Enum):
+class WaitEnd(Enum):
     """The end of a wait, or what was found instead of a message."""
 
     HERE = "all that was waited for is here"
@@ -81,20 +81,20 @@ class Seen(Enum):
     DAMAGED = "a message has other bytes than were written"
 
 
-class Sent(NamedTuple):
+class CallMade(NamedTuple):
     """A message, as far as it matters here: the call that its rank makes."""
 
     name: CallName
 
 
-class Outcome(Enum):
+class RoundOutcome(Enum):
     DECIDED = "there is an answer for each rank"
     REJECTED = "the call of this rank fails: `rejected` has the reason"
     OFF = "it was called off"
     FAILED = "the call failed on all ranks"
 
 
-Answer = Seen | Sent | None
+Answer = WaitEnd | CallMade | None
 
 
 class CoordinatorRound(NamedTuple):
@@ -104,14 +104,14 @@ class CoordinatorRound(NamedTuple):
     others: tuple[int, ...]  # the other ranks
     first: bool  # whether it is the first round of its call
     behind: tuple[tuple[int, int], ...] = ()  # by rank: the step at which its call failed last
-    stage: Stage = Stage.GATHERING
-    todo: tuple[Request, ...] = (Request(Verb.WAIT),)
-    sent: tuple[tuple[int, Sent], ...] = ()  # by rank: the messages that were read
+    stage: RoundStage = RoundStage.GATHERING
+    todo: tuple[RoundRequest, ...] = (RoundRequest(RoundVerb.WAIT),)
+    sent: tuple[tuple[int, CallMade], ...] = ()  # by rank: the messages that were read
     rejected: tuple[tuple[int, str], ...] = ()  # by rank: why its call fails
-    outcome: Outcome | None = None
+    outcome: RoundOutcome | None = None
 
     @property
-    def request(self) -> Request:
+    def request(self) -> RoundRequest:
         """What to carry out next."""
         return self.todo[0]
 
@@ -124,66 +124,70 @@ class CoordinatorRound(NamedTuple):
         """The request was carried out."""
         request, todo = self.todo[0], self.todo[1:]
         found = self._replace(todo=todo)._learned(request, answer)
-        while not found.todo and found.stage is not Stage.OVER:
+        while not found.todo and found.stage is not RoundStage.OVER:
             found = found._next_stage()
         return found
 
-    def _learned(self, request: Request, answer: Answer) -> CoordinatorRound:
+    def _learned(self, request: RoundRequest, answer: Answer) -> CoordinatorRound:
         verb, rank = request
-        if answer is Seen.OFF:
-            return self._over(Outcome.OFF)
-        if answer is Seen.LATE or (answer is Seen.DAMAGED and self.stage is Stage.READING):
+        if answer is WaitEnd.OFF:
+            return self._over(RoundOutcome.OFF)
+        if answer is WaitEnd.LATE or (
+            answer is WaitEnd.DAMAGED and self.stage is RoundStage.READING
+        ):
             return self._ending()
-        if verb is not Verb.READ or not isinstance(answer, Sent):
+        if verb is not RoundVerb.READ or not isinstance(answer, CallMade):
             return self
         found = self._replace(sent=(*self.sent, (rank, answer)))
-        if self.stage is Stage.ENDING and answer.name == self.name:
-            todo = (*self._removes(rank), Request(Verb.ANSWER, rank), *self.todo)
+        if self.stage is RoundStage.ENDING and answer.name == self.name:
+            todo = (*self._removes(rank), RoundRequest(RoundVerb.ANSWER, rank), *self.todo)
             found = found._replace(todo=todo)
         return found
 
-    def _removes(self, *ranks: int) -> list[Request]:
-        return [] if self.first else [Request(Verb.REMOVE, rank) for rank in ranks]
+    def _removes(self, *ranks: int) -> list[RoundRequest]:
+        return [] if self.first else [RoundRequest(RoundVerb.REMOVE, rank) for rank in ranks]
 
     def _next_stage(self) -> CoordinatorRound:
-        if self.stage is Stage.GATHERING:
-            reads = [Request(Verb.READ, rank) for rank in self.others]
-            return self._replace(stage=Stage.READING, todo=tuple(reads), sent=())
-        if self.stage is Stage.READING:
+        if self.stage is RoundStage.GATHERING:
+            reads = [RoundRequest(RoundVerb.READ, rank) for rank in self.others]
+            return self._replace(stage=RoundStage.READING, todo=tuple(reads), sent=())
+        if self.stage is RoundStage.READING:
             return self._compared()
-        if self.stage is Stage.REJECTING:
+        if self.stage is RoundStage.REJECTING:
             here = COORDINATOR in dict(self.rejected)
-            return self._over(Outcome.REJECTED) if here else self._gathering()
-        ended = Outcome.DECIDED if self.stage is Stage.DECIDING else Outcome.FAILED
+            return self._over(RoundOutcome.REJECTED) if here else self._gathering()
+        ended = RoundOutcome.DECIDED if self.stage is RoundStage.DECIDING else RoundOutcome.FAILED
         return self._over(ended)
 
     def _compared(self) -> CoordinatorRound:
         """All ranks that sent a message make the same call, or some calls fail."""
         if self.gone:
-            return self._gathering(Request(Verb.PAUSE))
+            return self._gathering(RoundRequest(RoundVerb.PAUSE))
         calls = [self.name, *(one.name for _, one in self.sent)]
         rejected = conflicts(calls, dict(self.behind))
-        answers = [Request(Verb.ANSWER, rank) for rank in self.others]
+        answers = [RoundRequest(RoundVerb.ANSWER, rank) for rank in self.others]
         if not rejected:
-            todo = (*self._removes(*self.others), Request(Verb.DECIDE), *answers)
-            return self._replace(stage=Stage.DECIDING, todo=todo, behind=())
+            todo = (*self._removes(*self.others), RoundRequest(RoundVerb.DECIDE), *answers)
+            return self._replace(stage=RoundStage.DECIDING, todo=todo, behind=())
         return self._replace(
-            stage=Stage.REJECTING,
+            stage=RoundStage.REJECTING,
             todo=tuple([one for one in answers if one.rank in rejected]),
             behind=tuple([(rank, calls[rank].step or 0) for rank in rejected]),
             rejected=tuple(rejected.items()),
         )
 
-    def _gathering(self, *before: Request) -> CoordinatorRound:
-        return self._replace(stage=Stage.GATHERING, todo=(*before, Request(Verb.WAIT)))
+    def _gathering(self, *before: RoundRequest) -> CoordinatorRound:
+        return self._replace(
+            stage=RoundStage.GATHERING, todo=(*before, RoundRequest(RoundVerb.WAIT))
+        )
 
     def _ending(self) -> CoordinatorRound:
         """Ranks that come later find a note. In a first round without a step there is none: the
         call that they make may be the next one."""
         noted = not self.first or self.name.step is not None
-        reads = [Request(Verb.READ, rank) for rank in self.others]
-        todo = (*([Request(Verb.NOTE)] if noted else []), *reads)
-        return self._replace(stage=Stage.ENDING, todo=todo, sent=())
+        reads = [RoundRequest(RoundVerb.READ, rank) for rank in self.others]
+        todo = (*([RoundRequest(RoundVerb.NOTE)] if noted else []), *reads)
+        return self._replace(stage=RoundStage.ENDING, todo=todo, sent=())
 
-    def _over(self, outcome: Outcome) -> CoordinatorRound:
-        return self._replace(stage=Stage.OVER, todo=(), outcome=outcome)
+    def _over(self, outcome: RoundOutcome) -> CoordinatorRound:
+        return self._replace(stage=RoundStage.OVER, todo=(), outcome=outcome)

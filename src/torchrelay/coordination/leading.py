@@ -10,13 +10,13 @@ import msgspec
 from torchrelay.coordination.channel import CallChannel
 from torchrelay.coordination.coordinator_round import (
     Answer,
+    CallMade,
     CoordinatorRound,
-    Outcome,
-    Request,
-    Seen,
-    Sent,
-    Stage,
-    Verb,
+    RoundOutcome,
+    RoundRequest,
+    RoundStage,
+    RoundVerb,
+    WaitEnd,
 )
 from torchrelay.coordination.group_store import StoreDamaged
 from torchrelay.coordination.messages import COORDINATOR, RankMessage, RoundAnswer, RoundMessage
@@ -58,32 +58,32 @@ class Leading:
         """Gather the messages of the other ranks, decide with them and this rank's own, and answer.
         Returns the answer for this rank; None where `wait` found that the call was called off."""
         try:
-            while self._machine.stage is not Stage.OVER:
+            while self._machine.stage is not RoundStage.OVER:
                 request = self._machine.request
-                if request.verb is Verb.DECIDE:
+                if request.verb is RoundVerb.DECIDE:
                     self._make_decision(own, decide)
                 self._machine = self._machine.after(self._carry_out(request))
         finally:
             if self._machine.first:
                 self._channel.behind = self._machine.behind
-        return None if self._machine.outcome is Outcome.OFF else self._answer_for(COORDINATOR)
+        return None if self._machine.outcome is RoundOutcome.OFF else self._answer_for(COORDINATOR)
 
-    def _carry_out(self, request: Request) -> Answer:
+    def _carry_out(self, request: RoundRequest) -> Answer:
         verb, rank = request
-        if verb is Verb.WAIT:
+        if verb is RoundVerb.WAIT:
             return self._wait_for_messages()
-        if verb is Verb.PAUSE:
+        if verb is RoundVerb.PAUSE:
             return self._pause()
-        if verb is Verb.READ:
+        if verb is RoundVerb.READ:
             return self._read(rank)
-        if verb is Verb.REMOVE:
+        if verb is RoundVerb.REMOVE:
             self._store.drop(self._keys[rank - 1])
-        if verb is Verb.ANSWER:
+        if verb is RoundVerb.ANSWER:
             sent = self._sent[rank]
             answer = RoundAnswer(self.prefix, self._deadline.left(), self._answer_for(rank))
             self._store.put(sent.answer, _encode(answer))
             self._channel.answered[rank] = sent.answer
-        if verb is Verb.NOTE:
+        if verb is RoundVerb.NOTE:
             key = failure_key(self.prefix, self._machine.name)
             self._store.put(key, _encode(self._failure))
             self._channel.stale.append(key)  # until the next call
@@ -94,21 +94,21 @@ class Leading:
         """Seconds for which this rank waits."""
         return self._deadline.left() - min(SPREAD, self._deadline.seconds / 4)
 
-    def _wait_for_messages(self) -> Seen:
+    def _wait_for_messages(self) -> WaitEnd:
         seen = self._wait.wait(self._keys, self._left)
-        if seen is Seen.LATE:
+        if seen is WaitEnd.LATE:
             late = [rank for rank, key in enumerate(self._keys, 1) if not self._store.has(key)]
             self._fail_for(late)
         return seen
 
-    def _pause(self) -> Seen:
+    def _pause(self) -> WaitEnd:
         if self._left <= 0:
             self._fail_for(self._machine.gone)
-            return Seen.LATE
+            return WaitEnd.LATE
         now = time.monotonic()
         self._paused_at = self._paused_at or now
         time.sleep(self._store.pause_after(now - self._paused_at))
-        return Seen.HERE
+        return WaitEnd.HERE
 
     def _fail_for(self, late: list[int]) -> None:
         fault = CheckpointError(
@@ -125,20 +125,20 @@ class Leading:
             fault.rank = rank
             failure = RankMessage.failure(fault, self._phase, COORDINATOR)
             self._failure = self._failure or failure
-            return Seen.DAMAGED
+            return WaitEnd.DAMAGED
         sent = None if data is None else _sent.decode(data)
         if sent is None or sent.answer == self._channel.answered.get(rank):
             return None
         self._sent[rank] = sent
-        if self._machine.stage is Stage.READING:
+        if self._machine.stage is RoundStage.READING:
             # Where some rank could not make its coordinator, the others learn that, and come again
             # with their next one. Until then their numbers differ.
             own = self._wait.number
             if sent.number > own and self._wait.is_off():
-                return Seen.OFF
+                return WaitEnd.OFF
             if sent.number < own and self._store.has(self._channel.refusal(sent.number)):
                 return None
-        return Sent(sent.name)
+        return CallMade(sent.name)
 
     def _make_decision(self, own: RankMessage, decide: Decide) -> None:
         sent = [self._sent[rank] for rank in self._machine.others]
@@ -160,7 +160,10 @@ class Leading:
 
     def _answer_for(self, rank: int) -> RankMessage:
         rejected = dict(self._machine.rejected)
-        if self._machine.stage is Stage.REJECTING or self._machine.outcome is Outcome.REJECTED:
+        if (
+            self._machine.stage is RoundStage.REJECTING
+            or self._machine.outcome is RoundOutcome.REJECTED
+        ):
             return RankMessage.failure(UsageError(rejected[rank]), self._phase, COORDINATOR)
         if self._failure is not None:
             return self._failure

@@ -26,10 +26,10 @@ from __future__ import annotations
 from enum import Enum
 from typing import NamedTuple
 
-from torchrelay.coordination.coordinator_round import Seen
+from torchrelay.coordination.coordinator_round import WaitEnd
 
 
-class Stage(Enum):
+class MemberStage(Enum):
     SENDING = "leaves its message"
     WAITING = "waits for the answer"
     TAKING = "takes the answer"
@@ -41,32 +41,32 @@ class MemberRound(NamedTuple):
     """The state of a round. Each method returns the next one."""
 
     first: bool  # whether it is the first round of its call
-    stage: Stage = Stage.SENDING
+    stage: MemberStage = MemberStage.SENDING
     answered: bool = False  # whether this rank knows how the round ended
     unread: bool = False  # whether an answer may still come, which this rank does not read
 
     def sent(self) -> MemberRound:
-        return self._replace(stage=Stage.WAITING)
+        return self._replace(stage=MemberStage.WAITING)
 
-    def waited(self, seen: Seen) -> MemberRound:
-        if seen is Seen.HERE:
-            return self._replace(stage=Stage.TAKING)
-        if seen is Seen.OFF:
-            return self._replace(stage=Stage.LEAVING, answered=True, unread=True)
+    def waited(self, seen: WaitEnd) -> MemberRound:
+        if seen is WaitEnd.HERE:
+            return self._replace(stage=MemberStage.TAKING)
+        if seen is WaitEnd.OFF:
+            return self._replace(stage=MemberStage.LEAVING, answered=True, unread=True)
         return self.broken_off()
 
     def took(self, found: bool) -> MemberRound:
         if not found:
             return self.broken_off()
-        stage = Stage.LEAVING if self.first else Stage.OVER
+        stage = MemberStage.LEAVING if self.first else MemberStage.OVER
         return self._replace(stage=stage, answered=True)
 
     def left(self) -> MemberRound:
-        return self._replace(stage=Stage.OVER)
+        return self._replace(stage=MemberStage.OVER)
 
     def broken_off(self) -> MemberRound:
         """The time is up, or a request failed."""
-        leaves = self.first and self.stage is not Stage.LEAVING
+        leaves = self.first and self.stage is not MemberStage.LEAVING
         return self._replace(
-            stage=Stage.LEAVING if leaves else Stage.OVER, unread=not self.answered
+            stage=MemberStage.LEAVING if leaves else MemberStage.OVER, unread=not self.answered
         )

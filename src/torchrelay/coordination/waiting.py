@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import msgspec
 
 from torchrelay.coordination.channel import CallChannel
-from torchrelay.coordination.coordinator_round import Seen
+from torchrelay.coordination.coordinator_round import WaitEnd
 from torchrelay.coordination.messages import COORDINATOR, CallName, RankMessage
 
 NOTED, WARNED = 1.0, 10.0  # seconds of waiting after which ranks publish, and log, who is missing
@@ -35,7 +35,7 @@ class RoundWait:
         self._failed = failure_key(prefix, name), channel.refusal(number)
         self.called_off: RankMessage | None = None
 
-    def wait(self, keys: list[str], seconds: float) -> Seen:
+    def wait(self, keys: list[str], seconds: float) -> WaitEnd:
         """Wait until the keys are there, the call is called off, or the time is up. The coordinator
         replaces a key where it finds that its rank has left its message under another one."""
         begun, note = time.monotonic(), f"waiting/{self._rank}"
@@ -63,8 +63,8 @@ class RoundWait:
 
         try:
             if self._store.wait_for(keys, seconds, look):
-                return Seen.HERE
-            return Seen.LATE if self.called_off is None else Seen.OFF
+                return WaitEnd.HERE
+            return WaitEnd.LATE if self.called_off is None else WaitEnd.OFF
         finally:
             if note_at > NOTED:
                 self._store.drop(note)

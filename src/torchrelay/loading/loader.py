@@ -34,7 +34,7 @@ from torchrelay.landing.commit.landing import Landed
 from torchrelay.landing.options import LandingOptions, checked_device
 from torchrelay.landing.workspace import Workspace
 from torchrelay.loading.rank_load import RankLoad
-from torchrelay.loading.search import Look, Progress, Seen, StepSearch, compare, unseen
+from torchrelay.loading.search import AttemptProgress, Look, StepLook, StepSearch, compare, unseen
 from torchrelay.loading.selection import add_savers, check_include
 from torchrelay.memory.bounded import bounded
 from torchrelay.memory.pool import CheckedWorkspace
@@ -208,7 +208,7 @@ class Loader:
 
         def decide(messages: list[bytes]) -> list[bytes]:
             found = [_look.decode(data) for data in messages]
-            look, blind = compare([Seen(opened, now) for opened, now, _ in found])
+            look, blind = compare([StepLook(opened, now) for opened, now, _ in found])
             if look is Look.UNSEEN and not visibility.lasts(deadline):
                 raise unseen(name, step, blind, found[blind][2])
             return [look.name.encode()] * len(messages)
@@ -340,8 +340,8 @@ class _Attempt:
         return b"" if self.opened is None else self.opened.digest
 
     @property
-    def progress(self) -> Progress:
-        return Progress(self.load is not None, self.load is not None and self.load.touched)
+    def progress(self) -> AttemptProgress:
+        return AttemptProgress(self.load is not None, self.load is not None and self.load.touched)
 
     def close(self) -> None:
         if self.opened is not None:

@@ -30,7 +30,7 @@ from torchrelay.errors import (
 from torchrelay.landing.commit.landing import TORN
 
 
-class Progress(NamedTuple):
+class AttemptProgress(NamedTuple):
     """How far an attempt at a step came on this rank."""
 
     planned: bool  # whether the step was opened, and its reads were planned
@@ -58,7 +58,7 @@ class StepSearch:
         reasons = "".join(f"\n  step {step}: {why}" for step, why in self.skipped.items())
         self.fail(StepNotFoundError(f"no step that verifies in {self._source}{reasons}"))
 
-    def is_doubtful(self, fault: RelayError, progress: Progress) -> bool:
+    def is_doubtful(self, fault: RelayError, progress: AttemptProgress) -> bool:
         """Whether an attempt failed for a reason that may be gone at another look."""
         if progress.touched:
             self._torn = fault
@@ -87,7 +87,7 @@ class Look(Enum):
     UNSEEN = "a rank does not see what the coordinator sees, yet"
 
 
-class Seen(NamedTuple):
+class StepLook(NamedTuple):
     """A rank's look at a step: the digest of its record when it was opened and now, each empty
     where it was not open or is damaged; `now` is None where it does not exist."""
 
@@ -95,7 +95,7 @@ class Seen(NamedTuple):
     now: bytes | None
 
 
-def compare(ranks: Sequence[Seen]) -> tuple[Look, int]:
+def compare(ranks: Sequence[StepLook]) -> tuple[Look, int]:
     """The looks of all ranks, the coordinator first: what they mean, and a rank that does not see
     the step where one does not."""
     now = ranks[0].now

@@ -46,7 +46,7 @@ class ServerKind(Protocol):
 
 
 class Endpoints:
-    """Endpoints, each of which has the whole step."""
+    """Endpoints. Each has the whole step."""
 
     most, seconds, whole, verifies = 64, 20.0, True, False
 
