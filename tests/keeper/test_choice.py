@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 import torchrelay as tr
 from torchrelay.keeper.choice import TRIES, check_budget, choose
@@ -78,3 +80,54 @@ def test_the_least_budget() -> None:
         budgets = [least[one] - (one == url) for one in urls]
         with pytest.raises(tr.errors.UsageError, match=f"the keeper at {url}"):
             check_budget(parts, urls, budgets, copies=1)
+
+
+bits = st.integers(0, 7)
+held = st.builds(
+    lambda name, here, volumes, copied: HeldStep(STEPS[name], name, volumes, bytes([here]), copied),
+    st.sampled_from(list(STEPS)),
+    bits,
+    st.sampled_from([0, 3, 3, 3]),
+    st.booleans(),
+)
+reports = st.lists(
+    st.builds(
+        KeeperReport,
+        st.lists(held, max_size=3, unique_by=lambda one: one.snapshot),
+        st.sampled_from(["", "", "s", "t"]),
+        st.integers(0, TRIES),
+        st.sampled_from(["", "full"]),
+    ),
+    min_size=1,
+    max_size=3,
+)
+
+
+@given(reports, st.integers(0, 5), st.booleans())
+def test_each_rule_holds_for_every_decision(
+    some: list[KeeperReport], step: int, copies: bool
+) -> None:
+    found, why = choose(some, step, copies=copies)
+    parts: dict[str, list[HeldStep]] = {}
+    for one in (one for report in some for one in report.steps):
+        parts.setdefault(one.snapshot, []).append(one)
+    whole = {
+        name
+        for name, each in parts.items()
+        if any(one.volumes for one in each) and {7} == {each_bits(each)}
+    }
+    busy = {report.copying for report in some} - {""}
+    kept = whole & set(found.keep)
+    assert len(kept) >= bool(whole), "a step that is there as a whole is lost"
+    if any(STEPS[name] < step for name in whole):
+        assert any(STEPS[name] < step for name in kept), "the job cannot go back to it"
+    assert busy <= set(found.keep) <= busy | set(parts) and set(found.known) == set(parts)
+    assert len(set(found.keep) - busy) <= 1 + copies, "more than the rules need"
+    assert not (busy and found.copy) and not (why and not busy)
+
+
+def each_bits(parts: list[HeldStep]) -> int:
+    found = 0
+    for one in parts:
+        found |= one.here[0]
+    return found

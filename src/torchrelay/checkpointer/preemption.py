@@ -1,8 +1,19 @@
 """`reached_preemption`: the step at which all ranks stop after a signal to any of them.
 
-`stop_rule` decides what a rank does. Here are the signals of this process, and the group's store,
-which a rank asks on a thread: at most one request at a time. A request whose answer does not come
-in time stays the one in progress, and a later call continues with it.
+`stop_rule` decides what a rank does, and has the proof that all stop at the same step. Here are the
+signals of this process, and the requests to the group's store:
+
+| request   | event                                    | the call                      | next      |
+|-----------|------------------------------------------|-------------------------------|-----------|
+| none      | the rule has one                         | waits for its answer          | UNDER WAY |
+| none      | the rule has a verdict                   | returns it                    | none      |
+| UNDER WAY | its answer comes                         | asks the rule again           | none      |
+| UNDER WAY | it fails, or is late; the rank may pass  | returns False                 | see below |
+| UNDER WAY | it fails, or is late; the rank may not   | raises: call again, or end    | see below |
+
+A request that fails is over: the rule has it again. One that is late stays under way, and a later
+call waits for it. So the store gets one request of a rank at a time, each after the answer to the
+one before, as the proof needs it.
 """
 
 from __future__ import annotations
@@ -52,7 +63,7 @@ class StopAgreement:
         self._store, self._rank, self._world, self._timeout = store, rank, world, timeout
         self._known = Known(closes=rank == COORDINATOR)
         self._absent = list(range(world))  # ranks that are not known to have joined
-        self._sent: _Sent | None = None
+        self._under_way: _StoreRequest | None = None
         self._next_look = 0.0
         self._warn_at: float | None = None
 
@@ -84,22 +95,22 @@ class StopAgreement:
     def _verdict(self, asks: bool, end: float) -> Verdict:
         look = True
         while True:
-            if self._sent is None:
+            if self._under_way is None:
                 self._known, todo = decide(self._known, signal=asks, look=look)
                 if isinstance(todo, Verdict):
                     self._look_for_absent()
                     return todo
-                self._sent = _Sent(todo, self._carry_out)
-            sent = self._sent
-            if not sent.wait(sent.begun + STORE_SECONDS if may_pass(self._known) else end):
+                self._under_way = _StoreRequest(todo, self._carry_out)
+            mine = self._under_way
+            if not mine.wait(mine.begun + STORE_SECONDS if may_pass(self._known) else end):
                 raise self._unanswered()
-            self._sent = None
-            answer = sent.answer()
-            if sent.request is None:
+            self._under_way = None
+            answer = mine.answer()
+            if mine.request is None:
                 self._warn()
                 continue
-            self._known = learn(self._known, sent.request, answer)
-            look = look and sent.request.verb not in (Verb.LOOK, Verb.COUNT)
+            self._known = learn(self._known, mine.request, answer)
+            look = look and mine.request.verb not in (Verb.LOOK, Verb.COUNT)
 
     def _carry_out(self, request: StopRequest | None) -> Answer:
         """On a thread, which the caller may leave behind; no other one uses the store."""
@@ -132,8 +143,8 @@ class StopAgreement:
             return
         self._warn_at = math.inf
         if self._known.state is not StopState.CLOSED:
-            self._sent = _Sent(None, self._carry_out)
-            self._sent.wait(self._sent.begun)
+            self._under_way = _StoreRequest(None, self._carry_out)
+            self._under_way.wait(self._under_way.begun)
 
     def _warn(self) -> None:
         if self._absent:
@@ -162,8 +173,8 @@ class StopAgreement:
         )
 
 
-class _Sent:
-    """A request to the store, carried out on a thread."""
+class _StoreRequest:
+    """A request under way, on a thread."""
 
     def __init__(
         self, request: StopRequest | None, carry_out: Callable[[StopRequest | None], Answer]

@@ -24,6 +24,16 @@ rank can stop without this one, and afterwards this one passes only what `passed
 has read. Each request can be repeated.
 
 A rank in need of an answer that does not come waits. It never passes a step on its own.
+
+Why all ranks stop at the same step: let P be `passed` when it is closed.
+
+1. No rank passes a step above P. What a rank passed before it was BOUND, it has raised `passed` to.
+   From then on it passes only what the `passed` covers that it has read. That value only grows
+   until it is closed, so both are at most P.
+2. Each rank passes every step up to P: it stops in CLOSED alone, where P covers those steps.
+3. So each rank comes to the first step above P that it calls for. None passes it, and all stop.
+
+`tests/checkpointer/test_stop_rule.py` looks at every order of events for three ranks.
 """
 
 from __future__ import annotations

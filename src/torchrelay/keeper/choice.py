@@ -3,7 +3,23 @@
 A host that is lost takes along its own part of every step, and its copies of another's. So a step
 survives any host if every host has its own part of it and another host has a copy of that part. All
 keepers copy the same step, and keep the last one that all have copied until the next one is copied
-everywhere.
+everywhere. The rules of a decision, when a step is staged:
+
+1. Of the steps that keepers have whole together, the newest below the staged one is kept. If none
+   is below, the job has gone back further than any of them: the newest is kept.
+2. A step that a keeper is copying is kept.
+3. With copies, the newest step of which each keeper has all that it copies is kept, unless copies
+   go wrong again and again.
+4. Nothing else is kept, and nothing is decided about a step that no keeper has reported.
+5. While a keeper copies, no other copy begins, and the staged step may be skipped; it never is at
+   another time.
+
+Example, of two keepers that copy from each other, when step 9 is staged:
+
+    step  first keeper       second keeper      kept
+    6     whole, copied      whole, copied      yes, by rule 3
+    7     own part, copied   own part           no: 8 is newer
+    8     own part           own part           yes, by rule 1: the parts are the whole together
 """
 
 from __future__ import annotations
@@ -31,41 +47,60 @@ class KeeperRing(NamedTuple):
         return [self.urls[(at - back) % count] for back in range(1, min(copies, count - 1) + 1)]
 
 
+class ReportedStep(NamedTuple):
+    """A step that keepers have something of. `parts`: what each of them has."""
+
+    snapshot: str
+    parts: list[HeldStep]
+    age: int  # how late keepers got it
+
+    @property
+    def number(self) -> int:
+        return self.parts[0].step
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether keepers have all volumes together."""
+        here = 0
+        for part in self.parts:
+            here |= int.from_bytes(part.here, "little")
+        volumes = max(part.volumes for part in self.parts)
+        return volumes > 0 and here == (1 << volumes) - 1
+
+    def is_copied(self, keepers: int) -> bool:
+        """Whether each keeper has all that it copies of it."""
+        return len(self.parts) == keepers and all(part.copied for part in self.parts)
+
+
 def choose(
     reports: Sequence[KeeperReport], step: int, *, copies: bool
 ) -> tuple[KeeperDecision, str]:
     """The decision for all keepers when a step is staged; why that step is skipped, if it is.
     `copies`: whether there are keepers to copy from."""
+    known = _reported(reports)
+    complete = sorted((one for one in known if one.is_complete), key=lambda one: one.age)
+    below = [one for one in complete if one.number < step]
+    copied = [one for one in complete if one.is_copied(len(reports))]
     busy = {one.copying for one in reports} - {""}
-    found: dict[str, list[HeldStep]] = {}
-    age: dict[str, int] = {}  # places in the order in which keepers got their steps
-    for one in reports:
-        for place, held in enumerate(one.steps):
-            found.setdefault(held.snapshot, []).append(held)
-            age[held.snapshot] = max(age.get(held.snapshot, 0), place)
-    complete = [snapshot for snapshot, parts in found.items() if _is_complete(parts)]
-    complete.sort(key=age.__getitem__)
-    # The step ends what is newer than it: the job has gone back to one that is older.
-    older = [snapshot for snapshot in complete if found[snapshot][0].step < step]
-    keep = set((older or complete)[-1:]) | busy
+    keep = {one.snapshot for one in (below or complete)[-1:]} | busy  # rules 1 and 2
     if copies and all(one.failed < TRIES for one in reports):
-        everywhere = [
-            snapshot
-            for snapshot in complete
-            if len(found[snapshot]) == len(reports) and all(one.copied for one in found[snapshot])
-        ]
-        keep |= set(everywhere[-1:])
+        keep |= {one.snapshot for one in copied[-1:]}  # rule 3
     why = next((one.full for one in reports if one.full), "") if busy else ""
-    return KeeperDecision(sorted(keep), copies and not busy, sorted(found)), why
+    names = sorted(one.snapshot for one in known)
+    decision = KeeperDecision(sorted(keep), copies and not busy, names)
+    assert not complete or keep.intersection(one.snapshot for one in complete), "all would be lost"
+    assert keep <= busy.union(names), "kept, and not known"
+    return decision, why
 
 
-def _is_complete(parts: Sequence[HeldStep]) -> bool:
-    """Whether keepers have all volumes of a step together."""
-    here = 0
-    for part in parts:
-        here |= int.from_bytes(part.here, "little")
-    volumes = max(part.volumes for part in parts)
-    return volumes > 0 and here == (1 << volumes) - 1
+def _reported(reports: Sequence[KeeperReport]) -> list[ReportedStep]:
+    parts: dict[str, list[HeldStep]] = {}
+    age: dict[str, int] = {}
+    for one in reports:
+        for order, held in enumerate(one.steps):
+            parts.setdefault(held.snapshot, []).append(held)
+            age[held.snapshot] = max(age.get(held.snapshot, 0), order)
+    return [ReportedStep(snapshot, some, age[snapshot]) for snapshot, some in parts.items()]
 
 
 def check_budget(

@@ -1,7 +1,15 @@
 """Which staged steps a keeper has, which of them it must not lose, and how much memory they take.
 
-A worker stages into slots of its own. When it is gone, its steps stay as long as they are needed:
-those that the ranks decided to keep (`KeeperDecision`), and those that were staged since.
+A worker stages into slots of its own. When it is gone, its steps stay as long as they are needed.
+The rules, with the method that keeps each:
+
+1. A step is needed if the ranks decided to keep it (`KeeperDecision`), if they did not know of it
+   when they decided, or while a copy is made of it or from it (`_is_needed`).
+2. A slot is idle if nothing in it is needed, and no one reads it, writes it to disk or fills it
+   with a copy (`_is_idle`). Only an idle slot is given away or freed (`reserve`, `_clear`), and one
+   of a worker that is gone if its step was never shown (`leave`).
+3. Slots together take at most the budget; workers leave what copies need of it (`_fits`).
+4. A worker has memory for no more steps while as many as `steps` are needed (`full`).
 """
 
 from __future__ import annotations
@@ -89,13 +97,11 @@ class Retention:
         chosen = idle[0] if idle else None
         most = self.settings.steps + (worker in self._holders)  # one that is held does not count
         spare = len(self._of(worker)) > most or not self._fits(worker, chosen, nbytes)
-        dropped = [slot for slot in idle if slot != chosen] if spare else []
-        for slot in dropped:
-            self._clear(slot)
+        others = [slot for slot in idle if slot != chosen] if spare else []
+        dropped = [slot for slot in others if self._clear(slot)]
         if not self._fits(worker, chosen, nbytes):  # copies of steps that are not needed
-            for slot in self._of(OWN):
-                if slot != chosen and self._is_idle(slot):
-                    self._clear(slot)
+            for slot in self._of(OWN) - {chosen}:
+                self._clear(slot)
         if not self._fits(worker, chosen, nbytes):
             used = self.nbytes - (0 if chosen is None else self._slots[chosen].nbytes)
             budget = f"the budget of {self.settings.memory}"
@@ -111,6 +117,7 @@ class Retention:
         if self._slots[chosen].nbytes < nbytes:
             self._snapshots.detach(chosen)  # the worker takes other memory for it
             self.attached(chosen, nbytes)
+        assert self.has(worker, chosen) and self._snapshots.in_slot(chosen) is None, "in use"
         return m.Reserved(chosen, dropped=dropped)
 
     def full(self) -> str:
@@ -163,13 +170,17 @@ class Retention:
         """Free what is not needed of workers that are gone."""
         live = {OWN, *self.workers}
         for slot in [one for one, slot in self._slots.items() if slot.worker not in live]:
-            if self._is_idle(slot):
-                self._clear(slot)
+            self._clear(slot)
 
-    def _clear(self, slot: int) -> None:
+    def _clear(self, slot: int) -> bool:
+        """Free a slot with the step in it; False where it is not idle. To clear another slot may
+        have waited for readers, and more may have come meanwhile."""
+        if not self._is_idle(slot):
+            return False
         if (step := self._snapshots.in_slot(slot)) is not None:
             self._service.hide(step, slot)
         self._free(slot)
+        return True
 
     def _free(self, slot: int) -> None:
         del self._slots[slot]
