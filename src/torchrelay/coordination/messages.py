@@ -103,8 +103,8 @@ def conflicts(calls: list[CallName], behind: Mapping[int, int]) -> dict[int, str
     rule = "every rank makes the same calls in the same order"
     steps = [call.step for call in calls if call.step is not None]
     if len({call.verb for call in calls}) > 1 or len(steps) < len(calls):
-        told = ", ".join(f"rank {rank}: {call}" for rank, call in list(enumerate(calls))[:8])
-        return dict.fromkeys(range(len(calls)), f"ranks make different calls ({told}): {rule}")
+        made = ", ".join(f"rank {rank}: {call}" for rank, call in list(enumerate(calls))[:8])
+        return dict.fromkeys(range(len(calls)), f"ranks make different calls ({made}): {rule}")
     low = {rank for rank, step in enumerate(steps) if step < max(steps)}
     if any(steps[rank] <= behind[rank] for rank in low if rank in behind):
         low = set(range(len(calls))) - low

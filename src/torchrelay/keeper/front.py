@@ -94,8 +94,8 @@ class Keeper:
         with self._all.joining():
             self._timeout = seconds_of(timeout)
             self._name = KeeperName.of(job)
-            self._access, place = access or Access(), Address.parse(address)
-            listen = m.Listen.at(*place, self._access)
+            self._access, listen_at = access or Access(), Address.parse(address)
+            listen = m.Listen.at(*listen_at, self._access)
             given: KeeperOptions = checked_options(options, KeeperOptions)
             join = JoinKeeper(
                 listen,
@@ -112,13 +112,13 @@ class Keeper:
             self._all, self._server, self._timeout, "Keeper", "make another of the same job"
         )
         try:
-            self._gather(has_token, place)
+            self._gather(has_token, listen_at)
         except BaseException:
             self._server.process.close()
             raise
         close_at_exit(self)
 
-    def _gather(self, given: bool, place: Address) -> None:
+    def _gather(self, given: bool, listen_at: Address) -> None:
         """All ranks learn where the keepers are, and agree on one token."""
         deadline = Deadline(self._timeout)
         joined = self._server.joined
@@ -126,11 +126,11 @@ class Keeper:
 
         here = _Present(self.url, joined.token, given, machine(), joined.members)
 
-        def decide(said: list[bytes]) -> list[bytes]:
-            ranks = [_present.decode(data) for data in said]
-            if place.is_loopback and len({rank.machine for rank in ranks}) > 1:
+        def decide(messages: list[bytes]) -> list[bytes]:
+            ranks = [_present.decode(data) for data in messages]
+            if listen_at.is_loopback and len({rank.machine for rank in ranks}) > 1:
                 raise UsageError(
-                    f"keepers on several machines do not reach each other at {place.host}: give "
+                    f"keepers on several machines do not reach each other at {listen_at.host}: give "
                     "an address that the others reach, as 0.0.0.0:0"
                 )
             tokens = {rank.token for rank in ranks if rank.given}
@@ -141,7 +141,7 @@ class Keeper:
             token = next(iter(tokens), before[0] if before else ranks[0].token)
             urls = list(dict.fromkeys(rank.url for rank in ranks))
             known = dict.fromkeys([*urls, *(url for rank in ranks for url in rank.members)])
-            return [msgspec.msgpack.encode(_Together(urls, list(known), token))] * len(said)
+            return [msgspec.msgpack.encode(_Together(urls, list(known), token))] * len(messages)
 
         answer = call.round("join", lambda: msgspec.msgpack.encode(here), decide, deadline)
         found = _together.decode(answer)

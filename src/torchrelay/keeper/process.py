@@ -105,13 +105,13 @@ def begin(name: KeeperName, deadline: Deadline) -> None:
     process, link = launch(PROGRAM, mute=True)
     with link:
         try:
-            said = exchange(link, name.address.encode(), deadline.left()).decode()
+            answer = exchange(link, name.address.encode(), deadline.left()).decode()
         except (OSError, EOFError) as fault:
             raise EndpointError(f"the keeper did not start: {fault}. Try again") from None
         finally:
             process.wait(START_SECONDS)
-    if said not in ("", k.TAKEN):
-        raise EndpointError(f"the keeper did not start: {said}")
+    if answer not in ("", k.TAKEN):
+        raise EndpointError(f"the keeper did not start: {answer}")
 
 
 class KeeperSocket(ChildProcess):

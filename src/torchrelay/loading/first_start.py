@@ -28,10 +28,10 @@ def has_steps(source: Source, rank: int, call: Call, deadline: Deadline) -> bool
                 raise
             return b""  # its own listing decides nothing: it may lag
 
-    def decide(said: list[bytes]) -> list[bytes]:
-        other = next((number for number, one in enumerate(said) if one), 0)
-        if said[0] or not other:
-            return [said[0]] * len(said)
+    def decide(answers: list[bytes]) -> list[bytes]:
+        other = next((number for number, one in enumerate(answers) if one), 0)
+        if answers[0] or not other:
+            return [answers[0]] * len(answers)
         if not late.lasts(deadline):
             raise CheckpointError(
                 f"rank {other} sees steps in {source.name}, and rank 0 does not: is it on a shared "
@@ -40,7 +40,7 @@ def has_steps(source: Source, rank: int, call: Call, deadline: Deadline) -> bool
                 phase="look",
                 file=source.name,
             )
-        return [_LATE] * len(said)
+        return [_LATE] * len(answers)
 
     while (found := call.round("look", mine, decide, deadline)) == _LATE:
         late.pause()

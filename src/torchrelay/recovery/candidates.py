@@ -39,28 +39,28 @@ class Candidates:
         # Whether every source could be asked, and has no step. A caller that names a lowest step
         # says that there is one.
         self.empty = min_step is None
-        self._given: MendedStep | None = None  # the step that was opened last
+        self._opened: MendedStep | None = None  # the step that was opened last
 
     def ask(self, deadline: Deadline) -> None:
         """Ask all sources at once which steps they have. One that does not answer has none."""
         seconds = min(ASK_SECONDS, deadline.left() / 4)
 
-        def look(place: int) -> None:
-            source = self._sources[place]
+        def look(index: int) -> None:
+            source = self._sources[index]
             try:
                 found = bounded(
                     lambda: sorted(source.steps(Deadline(seconds))), seconds, "list the steps"
                 )
             except (RelayError, OSError) as fault:
-                self._reasons[place].append(str(fault))
+                self._reasons[index].append(str(fault))
                 self.empty = False
                 return
-            self._newest[place] = found[-1] if found else None
-            self._steps[place] = [s for s in found if self._min_step is None or s >= self._min_step]
-            if found and not self._steps[place]:
-                self._reasons[place].append(f"that is below min_step, {self._min_step}")
+            self._newest[index] = found[-1] if found else None
+            self._steps[index] = [s for s in found if self._min_step is None or s >= self._min_step]
+            if found and not self._steps[index]:
+                self._reasons[index].append(f"that is below min_step, {self._min_step}")
             elif not found:
-                self._reasons[place].append("there is nothing in it")
+                self._reasons[index].append("there is nothing in it")
             self.empty = self.empty and not found
 
         ThreadPool(len(self._sources)).each(look, range(len(self._sources)))
@@ -69,19 +69,19 @@ class Candidates:
         """The steps that this rank can get from any source, the newest first."""
         return sorted({step for steps in self._steps for step in steps}, reverse=True)
 
-    def _places(self, step: int) -> list[int]:
+    def _having(self, step: int) -> list[int]:
         """The sources that have a step: the nearest first, of several the one given first."""
-        places = [place for place, steps in enumerate(self._steps) if step in steps]
-        return sorted(places, key=lambda place: (self._sources[place].cost, place))
+        having = [index for index, steps in enumerate(self._steps) if step in steps]
+        return sorted(having, key=lambda index: (self._sources[index].cost, index))
 
     def several(self, step: int) -> bool:
         """Whether there is something to fall back to, if a step cannot be read from where it is
         tried first."""
-        return len(self.steps()) > 1 or len(self._places(step)) > 1
+        return len(self.steps()) > 1 or len(self._having(step)) > 1
 
     def open(self, step: int, deadline: Deadline) -> MendedStep:
         """A step of its nearest source, with the others to complete it."""
-        first, *others = (self._sources[place] for place in self._places(step))
+        first, *others = (self._sources[index] for index in self._having(step))
         # The first one leaves the others some of the time, if it does not answer.
         share = Deadline(max(deadline.left() * FIRST_SHARE, 0.01)) if others else deadline
 
@@ -95,8 +95,8 @@ class Candidates:
             return found
 
         more = [OtherSource(one.name, partial(opened, one, deadline)) for one in others]
-        self._given = MendedStep(opened(first, share), more)
-        return self._given
+        self._opened = MendedStep(opened(first, share), more)
+        return self._opened
 
     def _check_age(self, record: Record, step: int) -> None:
         age = time.time() - (epoch_seconds(record.saved.time) or 0.0)  # no time: as old as can be
@@ -109,57 +109,57 @@ class Candidates:
         """This rank could not take a step from where it tried to. Where that took too long or does
         not fit, the source is not asked for its other steps. A lower step may be the younger one:
         it was saved again."""
-        place = self._places(step)[0]
+        index = self._having(step)[0]
         if isinstance(fault, (MismatchError, TimeoutError)):
-            self._steps[place] = []
+            self._steps[index] = []
         else:
-            self._steps[place].remove(step)
+            self._steps[index].remove(step)
         if isinstance(fault, TooOldError):
-            self._stale[place] += 1
-            if self._stale[place] > 1:  # one line is enough for many
+            self._stale[index] += 1
+            if self._stale[index] > 1:  # one line is enough for many
                 return
         verb = "does not fit" if isinstance(fault, MismatchError) else "was passed over"
-        self._reasons[place].append(f"step {step} {verb}: {fault.message}")
+        self._reasons[index].append(f"step {step} {verb}: {fault.message}")
 
     def source_of(self, step: int) -> str:
-        return self._sources[self._places(step)[0]].name
+        return self._sources[self._having(step)[0]].name
 
     def supplied(self, step: int, nbytes: int) -> dict[str, int]:
         """Bytes of the step that was taken by source, the chosen one first."""
-        others = () if self._given is None else self._given.others
+        others = () if self._opened is None else self._opened.others
         mended = {one.name: one.bytes for one in others if one.bytes}
         return {self.source_of(step): max(0, nbytes - sum(mended.values())), **mended}
 
     def attempts(self, taken: int | None = None) -> tuple[Attempt, ...]:
         """The report on each source, whether a step was taken or not."""
-        chosen = None if taken is None else self._places(taken)[0]
+        chosen = None if taken is None else self._having(taken)[0]
         found = []
-        for place, source in enumerate(self._sources):
-            reasons = list(self._reasons[place])
-            if (more := self._stale[place] - 1) > 0:
+        for index, source in enumerate(self._sources):
+            reasons = list(self._reasons[index])
+            if (more := self._stale[index] - 1) > 0:
                 reasons.append(f"{more} other {'step is' if more == 1 else 'steps are'} too old")
             if taken is not None:
-                reasons.extend(self._outcome(place, taken, chosen == place))
-            elif self._steps[place]:
+                reasons.extend(self._outcome(index, taken, chosen == index))
+            elif self._steps[index]:
                 reasons.append("not every rank could get one of its steps")
-            found.append(Attempt(source.name, self._newest[place], "; ".join(reasons)))
+            found.append(Attempt(source.name, self._newest[index], "; ".join(reasons)))
         return tuple(found)
 
-    def _outcome(self, place: int, taken: int, chosen: bool) -> Iterator[str]:
+    def _outcome(self, index: int, taken: int, chosen: bool) -> Iterator[str]:
         """The outcome of a source after a step was taken, from it or from another."""
-        given, steps, name = self._given, self._steps[place], self._sources[place].name
-        others = {one.name: one for one in given.others} if given is not None else {}
+        opened, steps, name = self._opened, self._steps[index], self._sources[index].name
+        others = {one.name: one for one in opened.others} if opened is not None else {}
         mended = sum(one.bytes for one in others.values())
         if chosen:
             yield f"step {taken} was taken"
-            if mended and given is not None:
-                yield f"except {mended} bytes: {given.lost}"
+            if mended and opened is not None:
+                yield f"except {mended} bytes: {opened.lost}"
         elif name in others and others[name].bytes:
             yield f"{others[name].bytes} bytes that the one taken did not give are from here"
         elif name in others and others[name].fault:
             yield f"it could not complete the one taken: {others[name].fault}"
         elif steps and steps[-1] < taken:
-            rest = "its other steps are" if self._reasons[place] else "it is"
+            rest = "its other steps are" if self._reasons[index] else "it is"
             yield f"{rest} behind step {taken}"
         elif taken in steps:
             yield "another source is nearer"

@@ -10,7 +10,7 @@ from typing import Any
 
 import msgspec
 
-from torchrelay.coordination.call import Call
+from torchrelay.coordination.call import Call, returned
 from torchrelay.coordination.coordinator import Coordinator
 from torchrelay.deadlines import Deadline, Stopwatch, Timeout, seconds_of
 from torchrelay.endpoint.reshare.swarm import SeedingSource, can_be_seeded
@@ -36,7 +36,7 @@ FIRST_START = "no source has a step: this is a first start"
 SHARE = 0.6  # of the time that is left, which an attempt may take where there are others
 
 
-class _Said(msgspec.Struct, array_like=True):
+class _RankReport(msgspec.Struct, array_like=True):
     """The steps that a rank can get, and what became of its sources. `misfit`: why a state did not
     fit."""
 
@@ -47,7 +47,7 @@ class _Said(msgspec.Struct, array_like=True):
     misfit_step: int = 0
 
 
-_said = msgspec.msgpack.Decoder(_Said)
+_rank_report = msgspec.msgpack.Decoder(_RankReport)
 
 
 def recover(
@@ -156,7 +156,7 @@ class _Recovery:
     def run(self) -> Loaded | None:
         call = self._all.call("recover")
         # A state that a rank shares with the others can be found once it has come here.
-        call.round("gather", lambda: b"", lambda said: said, self._deadline)
+        call.round("gather", lambda: b"", returned, self._deadline)
         with self._watch("ask"):
             self._candidates.ask(self._deadline)
         while True:
@@ -196,13 +196,13 @@ class _Recovery:
         is older than one which a later version wrote."""
         accounts = "\n".join(f"  {one}" for one in self._candidates.attempts())
         steps = [] if self._deadline.passed else self._candidates.steps()
-        mine = _Said(steps, accounts, self._candidates.empty)
+        mine = _RankReport(steps, accounts, self._candidates.empty)
         if self._misfit is not None:
             mine.misfit, mine.misfit_step = self._misfit.message, self._misfit.step or 0
-        word = msgspec.msgpack.encode(mine)
+        report = msgspec.msgpack.encode(mine)
         try:
-            heard = call.round("recover", lambda: word, _decide, self._deadline)
-            step = msgspec.msgpack.decode(heard, type=int | None)
+            answer = call.round("recover", lambda: report, _decide, self._deadline)
+            step = msgspec.msgpack.decode(answer, type=int | None)
             if self._unknown is not None and step is not None and step < self._unknown[0]:
                 raise self._unknown[1]
         except RelayError as fault:
@@ -238,15 +238,15 @@ class _Recovery:
         return replace(loaded, report=report)
 
 
-def _decide(said: list[bytes]) -> list[bytes]:
+def _decide(messages: list[bytes]) -> list[bytes]:
     """The coordinator's: the newest step that all ranks can get, None if no rank has a source with
     a step, or why none can be used."""
-    ranks = [_said.decode(data) for data in said]
+    ranks = [_rank_report.decode(data) for data in messages]
     common = set(ranks[0].steps).intersection(*(rank.steps for rank in ranks))
     if common:
-        return [msgspec.msgpack.encode(max(common))] * len(said)
+        return [msgspec.msgpack.encode(max(common))] * len(messages)
     if all(rank.empty for rank in ranks):
-        return [msgspec.msgpack.encode(None)] * len(said)
+        return [msgspec.msgpack.encode(None)] * len(messages)
     misfit = next((rank for rank in ranks if rank.misfit), None)
     if misfit is not None:
         raise MismatchError(misfit.misfit, step=misfit.misfit_step, phase="recover")

@@ -328,5 +328,5 @@ class ArrivingChunks:
 
 def digest_of(file: ChunkedVolume, start: int) -> bytes:
     """The recorded digest of the chunk that begins at a byte."""
-    place = start // file.chunk_bytes * DIGEST_BYTES
-    return file.digests[place : place + DIGEST_BYTES]
+    at = start // file.chunk_bytes * DIGEST_BYTES
+    return file.digests[at : at + DIGEST_BYTES]
