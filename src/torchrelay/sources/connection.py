@@ -55,8 +55,8 @@ class Reply(NamedTuple):
     @property
     def text(self) -> str:
         """The first line of what went wrong, as far as it can be shown."""
-        line = self.body[:300].decode("ascii", "replace").splitlines()
-        return line[0] if line and line[0].isprintable() else ""
+        lines = self.body[:300].decode("ascii", "replace").splitlines()
+        return lines[0] if lines and lines[0].isprintable() else ""
 
 
 class Answered(Exception):
@@ -119,14 +119,14 @@ class Host:
 
     def _small(self, request: str, body: bytes, seconds: float, limit: int) -> Reply:
         more = _body_headers("application/json", body) if body else ""
-        with self._connected(seconds) as line:
-            head = line.ask(self._request(request, more) + body)
+        with self._connected(seconds) as connection:
+            head = connection.ask(self._request(request, more) + body)
             length = 0 if head.status == 204 else head.length
             if length is None:
                 raise ValueError("an answer of unknown length")
             if length > limit:
                 raise ValueError(f"{length} bytes, where at most {limit} are expected")
-            answer = line.read(length)
+            answer = connection.read(length)
             if is_changed(head.headers, answer):
                 raise ConnectionResetError(f"the answer of {self.url} changed on its way")
             return Reply(head.status, head.headers, answer)
@@ -137,28 +137,28 @@ class Host:
         """Fill views from bytes of a volume; yields the parts that have come."""
         stop = start + sum(map(len, views))
         wanted = f"bytes {start}-{stop - 1}"
-        with self._connected(seconds) as line:
+        with self._connected(seconds) as connection:
             request = self._request(f"GET {path}", f"Range: {wanted.replace(' ', '=')}\r\n")
-            head = line.ask(request, HEADER_SECONDS)
+            head = connection.ask(request, HEADER_SECONDS)
             if head.status == 200:
                 raise ValueError("it ignores byte ranges")
-            line.expect(206, head)
+            connection.expect(206, head)
             given = head.headers.get("content-range", "").partition("/")[0]
             if given != wanted or head.length != stop - start:
                 raise ValueError(f"{wanted} were asked for, the answer has {given[:80]!r}")
             for view in views:
-                yield from line.fill(view)
+                yield from connection.fill(view)
 
     @contextmanager
     def stream(self, path: str, body: bytes, *, seconds: float) -> Iterator[HostConnection]:
         """Within: an answer of unknown length to a POST of MessagePack. `Answered` for any other
         status than 200."""
-        with self._connected(seconds) as line:
+        with self._connected(seconds) as connection:
             more = _body_headers("application/msgpack", body)
-            head = line.ask(self._request(f"POST {path}", more) + body, HEADER_SECONDS)
-            line.expect(200, head)
-            line.keeps = False
-            yield line
+            head = connection.ask(self._request(f"POST {path}", more) + body, HEADER_SECONDS)
+            connection.expect(200, head)
+            connection.keeps = False
+            yield connection
 
     def _request(self, first: str, more: str) -> bytes:
         return f"{first} HTTP/1.1\r\n{self._headers}{more}\r\n".encode("latin-1")
@@ -167,12 +167,12 @@ class Host:
     def _connected(self, seconds: float) -> Iterator[HostConnection]:
         """Within: a connection for one request. It is reused where all of the answer was read."""
         end = time.monotonic() + seconds
-        line, reusable = self._take() or self._connect(end), False
-        line.end = end
+        connection, reusable = self._take() or self._connect(end), False
+        connection.end = end
         try:
-            yield line
+            yield connection
             self._may_want_tls = False
-            reusable = line.keeps and not line.left
+            reusable = connection.keeps and not connection.left
         except TimeoutError as fault:
             raise TimeoutError(f"{self.url} took too long to answer") from fault
         except ValueError as fault:
@@ -183,18 +183,18 @@ class Host:
         finally:
             if reusable:
                 with self._lock:
-                    self._idle.append(line)
+                    self._idle.append(connection)
             else:
-                line.close()
+                connection.close()
 
     def _take(self) -> HostConnection | None:
         """An idle connection that the server has not closed meanwhile."""
         while True:
             with self._lock:
-                line = self._idle.pop() if self._idle else None
-            if line is None or not line.is_closed:
-                return line
-            line.close()
+                connection = self._idle.pop() if self._idle else None
+            if connection is None or not connection.is_closed:
+                return connection
+            connection.close()
 
     def _connect(self, end: float) -> HostConnection:
         seconds = max(min(end - time.monotonic(), STALL_SECONDS), 0.01)
@@ -229,8 +229,8 @@ class Host:
     def close(self) -> None:
         with self._lock:
             idle, self._idle = self._idle, []
-        for line in idle:
-            line.close()
+        for connection in idle:
+            connection.close()
 
 
 def _body_headers(kind: str, body: bytes) -> str:

@@ -117,18 +117,18 @@ def borrow(
         raise OSError("the server lends no memory")
     if facts.machine != machine() or not facts.machine:
         raise OSError("the server is on another machine")
-    line = resources.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
-    line.settimeout(seconds)
-    line.connect(f"\0{facts.socket}")
+    connection = resources.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
+    connection.settimeout(seconds)
+    connection.connect(f"\0{facts.socket}")
     with suppress(BrokenPipeError):  # it may refuse, and say why, before it is asked
-        send_frame(line, msgspec.msgpack.encode(request))
+        send_frame(connection, msgspec.msgpack.encode(request))
     try:
-        lease = decoder.decode(receive_frame(line, LEASE_BYTES))
+        lease = decoder.decode(receive_frame(connection, LEASE_BYTES))
     except (EOFError, msgspec.MsgspecError) as fault:
         raise OSError(f"the server's Unix socket answers otherwise: {fault}") from None
     if lease.why:
         raise OSError(lease.why)
-    return line, lease
+    return connection, lease
 
 
 class LentMemory:
@@ -136,8 +136,8 @@ class LentMemory:
 
     def __init__(self, facts: LocalFacts, snapshot: str, reader: str) -> None:
         with ExitStack() as resources:
-            line, lease = borrow(facts, LeaseRequest(snapshot, reader), _lease, resources)
-            _, fds, _, _ = socket.recv_fds(line, 1, MAX_SLOTS)
+            connection, lease = borrow(facts, LeaseRequest(snapshot, reader), _lease, resources)
+            _, fds, _, _ = socket.recv_fds(connection, 1, MAX_SLOTS)
             for fd in fds:
                 resources.callback(os.close, fd)
             if len(fds) != len(lease.slots):
