@@ -32,7 +32,7 @@ class RoundWait:
         self._channel, self._store = channel, channel.store
         self._name, self._rank, self._first = name, rank, first
         self.prefix, self.number = prefix, number
-        self._failed = failure_key(prefix, name), channel.refusal(number)
+        self._failed = channel.refusal(number), failure_key(prefix, name)
         self.called_off: RankMessage | None = None
 
     def wait(self, keys: list[str], seconds: float) -> WaitEnd:
