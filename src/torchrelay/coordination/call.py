@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import closing, contextmanager, nullcontext, suppress
 
 import msgspec
 
@@ -175,6 +175,7 @@ class GroupCall(Call):
             if machine.unread:
                 channel.stale.append(answer)
             self.answered = machine.answered
+            wait.close()
         if data is None:
             return wait.called_off
         found = _answer.decode(data)
@@ -191,7 +192,8 @@ class GroupCall(Call):
         machine = CoordinatorRound(self.name, others, self._is_first, self._channel.behind)
         keys, wait = [self._key(rank) for rank in others], self._wait()
         leading = Leading(self._channel, machine, wait, keys, phase, deadline)
-        answer = leading.run(message, decide)
+        with closing(wait):
+            answer = leading.run(message, decide)
         self.answered = True
         self._prefix, self._answers = leading.prefix, leading.answers
         return wait.called_off if answer is None else answer

@@ -105,6 +105,8 @@ class Leading:
         if self._left <= 0:
             self._fail_for(self._machine.gone)
             return WaitEnd.LATE
+        if self._wait.look(lambda: self._machine.gone):
+            return WaitEnd.OFF
         now = time.monotonic()
         self._paused_at = self._paused_at or now
         time.sleep(self._store.pause_after(now - self._paused_at))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import msgspec
 
@@ -33,41 +33,42 @@ class RoundWait:
         self._name, self._rank, self._first = name, rank, first
         self.prefix, self.number = prefix, number
         self._failed = channel.refusal(number), failure_key(prefix, name)
+        self._begun, self._note = time.monotonic(), f"waiting/{rank}"
+        self._note_at, self._warn_at = NOTED, WARNED
         self.called_off: RankMessage | None = None
 
     def wait(self, keys: list[str], seconds: float) -> WaitEnd:
         """Wait until the keys are there, the call is called off, or the time is up. The coordinator
         replaces a key where it finds that its rank has left its message under another one."""
-        begun, note = time.monotonic(), f"waiting/{self._rank}"
-        note_at, warn_at = NOTED, WARNED
+        if self._store.wait_for(keys, seconds, lambda: self.look(lambda: self._missing(keys))):
+            return WaitEnd.HERE
+        return WaitEnd.LATE if self.called_off is None else WaitEnd.OFF
 
-        def look() -> bool:
-            nonlocal note_at, warn_at
-            if self.is_off():
-                return True
-            waited = time.monotonic() - begun
-            if not self._first or waited < min(note_at, warn_at):
-                return False
-            missing = self._missing(keys)
-            if waited >= note_at:
-                note_at *= 2
-                self._store.put(note, _encode((self._channel.key, missing)))
-            if waited >= warn_at:
-                warn_at *= 2
-                logger.warning(
-                    f"rank {self._rank} has waited {waited:.0f} s in {self._name}"
-                    f"{self._channel.subject} for {self.describe(missing)}: every rank of the "
-                    "group makes this call"
-                )
+    def look(self, missing: Callable[[], list[int]]) -> bool:
+        """Called now and then: whether the call is called off. After a while in a first round the
+        ranks that are missing are published, and logged."""
+        if self.is_off():
+            return True
+        waited = time.monotonic() - self._begun
+        if not self._first or waited < min(self._note_at, self._warn_at):
             return False
+        ranks = missing()
+        if waited >= self._note_at:
+            self._note_at *= 2
+            self._store.put(self._note, _encode((self._channel.key, ranks)))
+        if waited >= self._warn_at:
+            self._warn_at *= 2
+            logger.warning(
+                f"rank {self._rank} has waited {waited:.0f} s in {self._name}"
+                f"{self._channel.subject} for {self.describe(ranks)}: every rank of the group "
+                "makes this call"
+            )
+        return False
 
-        try:
-            if self._store.wait_for(keys, seconds, look):
-                return WaitEnd.HERE
-            return WaitEnd.LATE if self.called_off is None else WaitEnd.OFF
-        finally:
-            if note_at > NOTED:
-                self._store.drop(note)
+    def close(self) -> None:
+        """The round is over."""
+        if self._note_at > NOTED:
+            self._store.drop(self._note)
 
     def is_off(self) -> bool:
         """Whether the call cannot come about any more."""
