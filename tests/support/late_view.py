@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from torchrelay.stores.seam import Store
+from torchrelay.stores.store import Store
 
 
 def show_late(store: Store, looks: int) -> list[str]:
