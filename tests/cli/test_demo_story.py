@@ -1,4 +1,4 @@
-"""The demo reads messages of its workers. There are no workers here."""
+"""The demo's account of its workers, from messages that the tests write."""
 
 from __future__ import annotations
 

@@ -27,9 +27,9 @@ A rank in need of an answer that does not come waits. It never passes a step on 
 
 Why all ranks stop at the same step: let P be `passed` when it is closed.
 
-1. No rank passes a step above P. What a rank passed before it was BOUND, it has raised `passed` to.
-   From then on it passes only what the `passed` covers that it has read. That value only grows
-   until it is closed, so both are at most P.
+1. No rank passes a step above P. A rank raises `passed` to its highest step before it is BOUND.
+   From then on it passes a step only if the `passed` that it has read covers it. That value only
+   grows until it is closed, so both are at most P.
 2. Each rank passes every step up to P: it stops in CLOSED alone, where P covers those steps.
 3. So each rank comes to the first step above P that it calls for. None passes it, and all stop.
 

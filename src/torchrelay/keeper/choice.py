@@ -8,7 +8,7 @@ everywhere. The rules of a decision, when a step is staged:
 1. Of the steps that keepers have whole together, the newest below the staged one is kept. If none
    is below, the job has gone back further than any of them: the newest is kept.
 2. A step that a keeper is copying is kept.
-3. With copies, the newest step of which each keeper has all that it copies is kept, unless copies
+3. With copies, the newest step that all keepers have copied is kept, each its part, unless copies
    go wrong again and again.
 4. Nothing else is kept, and nothing is decided about a step that no keeper has reported.
 5. While a keeper copies, no other copy begins, and the staged step may be skipped; it never is at
