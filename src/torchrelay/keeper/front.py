@@ -130,8 +130,8 @@ class Keeper:
             ranks = [_present.decode(data) for data in messages]
             if listen_at.is_loopback and len({rank.machine for rank in ranks}) > 1:
                 raise UsageError(
-                    f"keepers on several machines do not reach each other at {listen_at.host}: give "
-                    "an address that the others reach, as 0.0.0.0:0"
+                    f"keepers on several machines do not reach each other at {listen_at.host}: "
+                    "give an address that the others reach, as 0.0.0.0:0"
                 )
             tokens = {rank.token for rank in ranks if rank.given}
             if len(tokens) > 1:
