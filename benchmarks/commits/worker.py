@@ -203,10 +203,11 @@ class Worker:
 def _at_rest() -> tuple[Callable[..., Any], Callable[..., Any], Callable[..., Any]]:
     """What describes a state at rest, and encodes and decodes its record, wherever the commit has
     them."""
-    if find_spec("torchrelay.plan.at_rest"):
-        codec = import_module("torchrelay.record.encoding")
-        describe = import_module("torchrelay.plan.at_rest").describe
-        return describe, codec.encode_at_rest, codec.decode_at_rest
+    for home in ("describing", "plan"):
+        if find_spec(f"torchrelay.{home}") and find_spec(f"torchrelay.{home}.at_rest"):
+            codec = import_module("torchrelay.record.encoding")
+            describe = import_module(f"torchrelay.{home}.at_rest").describe
+            return describe, codec.encode_at_rest, codec.decode_at_rest
     codec = import_module("torchrelay.record.checkpoint.commit")
     return import_module("torchrelay.plan.outline").outline, codec.encode, codec.decode
 
@@ -214,6 +215,7 @@ def _at_rest() -> tuple[Callable[..., Any], Callable[..., Any], Callable[..., An
 def _planning() -> tuple[Callable[..., Any], Callable[..., Any]]:
     """What lands and what describes a state, wherever the commit has them."""
     for landing, snapshot in (
+        ("landing.land", "describing.snapshot"),
         ("landing.land", "plan.snapshot"),
         ("landing.seam", "plan.snapshot"),
         ("state.landing", "state.snapshot"),

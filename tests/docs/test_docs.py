@@ -37,13 +37,13 @@ from tests.support.ranks import run_ranks
 from tests.support.s3 import S3
 from tests.support.torchft_files import find_torchft
 from torchrelay import dcp, dropin, errors, steps
+from torchrelay.describing.snapshot import capture
 from torchrelay.dropin import stock_dcp
 from torchrelay.dropin.conversion import convert
 from torchrelay.endpoint.front import Endpoint
 from torchrelay.geometry import boxes
 from torchrelay.geometry.chunks import MAX_CHUNK_BYTES
 from torchrelay.memory.gpu.kernels import digest_of
-from torchrelay.plan.snapshot import capture
 from torchrelay.progress import Progress
 from torchrelay.record import dtypes, encoding, manifest, meshes, probing, rank_reads, typed
 from torchrelay.record import schema as record_schema

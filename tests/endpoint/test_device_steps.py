@@ -14,6 +14,7 @@ import torch
 
 import torchrelay as tr
 from torchrelay.deadlines import Deadline
+from torchrelay.describing.region import Stream
 from torchrelay.endpoint import pull
 from torchrelay.endpoint.front import Endpoint
 from torchrelay.endpoint.publish import device_path, host_slots
@@ -23,7 +24,6 @@ from torchrelay.endpoint.server.messages import FinishPublish, Show, StepRecord,
 from torchrelay.errors import PeerLostError, UsageError
 from torchrelay.memory.digest import digest
 from torchrelay.memory.pages import host_view
-from torchrelay.plan.region import Stream
 from torchrelay.sources import device_source
 from torchrelay.sources.connection import Host
 from torchrelay.sources.device_source import DeviceSource

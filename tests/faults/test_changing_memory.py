@@ -18,8 +18,8 @@ import torch.distributed.checkpoint as dcp
 
 import torchrelay as tr
 from torchrelay.dcp import Writer
+from torchrelay.describing.region import Stream
 from torchrelay.memory.gpu.kernels import digest_of
-from torchrelay.plan.region import Stream
 from torchrelay.shares import share as shares
 from torchrelay.shares.share import Pipeline
 from torchrelay.stores.local.files import Files

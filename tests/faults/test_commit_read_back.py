@@ -17,9 +17,9 @@ from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 import torchrelay as tr
 from torchrelay import dropin
 from torchrelay.dcp import Reader, Writer
+from torchrelay.describing.at_rest import describe
 from torchrelay.dropin.stock_dcp import read_stock, write_stock
 from torchrelay.errors import CheckpointError
-from torchrelay.plan.at_rest import describe
 from torchrelay.record.encoding import encode
 from torchrelay.shares.commit_record import commit_record, decode_shares, sealed
 

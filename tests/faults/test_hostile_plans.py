@@ -18,8 +18,8 @@ import torch
 import torchrelay as tr
 from tests.support.ranks import RankPool
 from tests.support.records import rank_record
+from torchrelay.describing.at_rest import describe
 from torchrelay.errors import CheckpointError, ManifestError, MismatchError
-from torchrelay.plan.at_rest import describe
 from torchrelay.record.checks.record import check
 from torchrelay.record.encoding import decode, encode
 from torchrelay.record.schema import VolumeRecord

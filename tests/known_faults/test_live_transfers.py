@@ -17,7 +17,7 @@ import torchrelay as tr
 from tests.support.faults import CHUNK, Outcome, attempt, received, verdict, weights
 from tests.support.messages import altering
 from tests.support.ways import by, patched
-from torchrelay.plan.snapshot import Snapshot
+from torchrelay.describing.snapshot import Snapshot
 from torchrelay.transports.protocol.receiver import Receiving
 from torchrelay.transports.protocol.sender import Sending
 from torchrelay.transports.wire.messages import Confirmed, Digests, Go, Offer

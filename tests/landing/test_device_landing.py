@@ -13,14 +13,14 @@ import numpy as np
 import pytest
 import torch
 
+from torchrelay.describing.plain import PlainTensors
+from torchrelay.describing.snapshot import Snapshot, capture
 from torchrelay.geometry.runs import Moves, copy_one_by_one, moves
 from torchrelay.landing import fitting, image_memory
 from torchrelay.landing.commit.landing import Landing
 from torchrelay.landing.land import land
 from torchrelay.landing.options import LandingOptions
 from torchrelay.landing.workspace import Workspace
-from torchrelay.plan.plain import PlainTensors
-from torchrelay.plan.snapshot import Snapshot, capture
 
 HOST = torch.device("cpu")
 

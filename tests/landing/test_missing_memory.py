@@ -17,10 +17,10 @@ import torchrelay as tr
 from tests.support.trips import trip
 from torchrelay.checkpointer.export import export_hf
 from torchrelay.dcp import Reader, Writer
+from torchrelay.describing.snapshot import capture
 from torchrelay.dropin import _torch_records, _torch_wire
 from torchrelay.endpoint.encoding import Encoding
 from torchrelay.errors import MismatchError, RelayError, UnsupportedLeafError
-from torchrelay.plan.snapshot import capture
 from torchrelay.weights import MappedDestination, ParameterRule, WeightMapping
 
 TIMEOUT = 20.0

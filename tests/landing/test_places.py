@@ -8,11 +8,11 @@ import pytest
 import torch
 
 import torchrelay as tr
+from torchrelay.describing.snapshot import capture
 from torchrelay.errors import UnsupportedLeafError
 from torchrelay.landing.commit.landing import Landing
 from torchrelay.landing.land import land
 from torchrelay.landing.options import LandingOptions
-from torchrelay.plan.snapshot import capture
 
 DIRECT = LandingOptions(atomic=False)
 

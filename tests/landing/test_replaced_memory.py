@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from tests.support.trips import trip
+from torchrelay.describing.snapshot import capture
 from torchrelay.errors import MismatchError, UnsupportedLeafError
-from torchrelay.plan.snapshot import capture
 
 
 class Rebinds:

@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 import torch
 
+from torchrelay.describing.pieces import HOST, NO_PIECES, Pieces
 from torchrelay.geometry.chunks import Chunks
 from torchrelay.landing.image_memory import ImageMemory
 from torchrelay.landing.staging import Purpose, Staging, purposes
 from torchrelay.landing.workspace import Workspace
-from torchrelay.plan.pieces import HOST, NO_PIECES, Pieces
 
 P = Purpose
 IMAGES = 6

@@ -12,11 +12,11 @@ import torch
 
 from tests.support.records import stream_record
 from torchrelay import Checkpointer
+from torchrelay.describing.snapshot import capture
 from torchrelay.errors import ManifestError, MismatchError, RelayError
 from torchrelay.landing.land import land
 from torchrelay.landing.options import LandingOptions
 from torchrelay.landing.packed import pack, unpack
-from torchrelay.plan.snapshot import capture
 from torchrelay.record import manifest as m
 from torchrelay.record.encoding import decode, encode
 

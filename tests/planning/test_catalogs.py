@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from tests.transports.protocol.test_receive_plan import COPY, dtensor, shard
+from torchrelay.describing.snapshot import capture
 from torchrelay.errors import MismatchError
 from torchrelay.landing.land import fitted
 from torchrelay.landing.options import LandingOptions
-from torchrelay.plan.snapshot import capture
 from torchrelay.planning.box_catalog import BoxCatalog
 from torchrelay.planning.catalog import LiveCatalog, RankShare
 from torchrelay.planning.share_builder import WHOLE, ShareImages

@@ -20,10 +20,10 @@ from tests.support.records import stream_record, whole_record, with_volume
 from tests.support.rounds import rounds
 from tests.support.states import Destination, assert_same, destinations, states, tensors_in
 from tests.support.trips import chunk_of, trip
+from torchrelay.describing.snapshot import Snapshot, capture
 from torchrelay.errors import FormatError, ManifestError
 from torchrelay.landing.land import land
 from torchrelay.landing.options import LandingOptions
-from torchrelay.plan.snapshot import Snapshot, capture
 from torchrelay.planning import destination
 from torchrelay.record import encoding
 from torchrelay.record import manifest as m

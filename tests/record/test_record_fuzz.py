@@ -19,11 +19,11 @@ import torch
 from tests.support.records import whole_record, with_volume
 from tests.support.rounds import rounds
 from tests.support.states import Color, Moment, Pair, Point, tensors_in
+from torchrelay.describing.snapshot import capture
 from torchrelay.errors import ManifestError, RelayError
 from torchrelay.geometry.chunks import aligned
 from torchrelay.landing.land import land
 from torchrelay.landing.options import LandingOptions
-from torchrelay.plan.snapshot import capture
 from torchrelay.record import manifest as m
 from torchrelay.record.checks.images import Mode
 from torchrelay.record.checks.record import check

@@ -15,9 +15,9 @@ from msgspec.structs import replace
 
 from tests.support.hostile import probing_keys
 from tests.support.records import stream_record, whole_record, with_volume
+from torchrelay.describing.outline import laid_over
+from torchrelay.describing.snapshot import capture
 from torchrelay.errors import ManifestError, UnsupportedLeafError
-from torchrelay.plan.outline import laid_over
-from torchrelay.plan.snapshot import capture
 from torchrelay.record import manifest as m
 from torchrelay.record.checks.images import Mode
 from torchrelay.record.checks.record import check

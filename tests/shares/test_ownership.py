@@ -17,8 +17,8 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 import torchrelay as tr
 from tests.support.ranks import RankPool
+from torchrelay.describing.at_rest import describe
 from torchrelay.errors import CheckpointError
-from torchrelay.plan.at_rest import describe
 from torchrelay.record.rows import LeafRows
 from torchrelay.record.schema import Record
 from torchrelay.shares import comparison, ownership

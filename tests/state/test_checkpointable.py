@@ -19,10 +19,10 @@ from tests.support.checkpointable import (
     whole,
 )
 from tests.support.trips import chunk_of, trip
+from torchrelay.describing.snapshot import capture
 from torchrelay.errors import MismatchError, UnsupportedLeafError
 from torchrelay.landing.land import land
 from torchrelay.landing.options import LandingOptions
-from torchrelay.plan.snapshot import capture
 from torchrelay.state.checkpointable import ATTRIBUTES
 
 

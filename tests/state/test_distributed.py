@@ -16,9 +16,9 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 from tests.support.states import bits
 from tests.support.trips import trip
+from torchrelay.describing.snapshot import capture
 from torchrelay.errors import MismatchError, UnsupportedLeafError
 from torchrelay.landing.land import land
-from torchrelay.plan.snapshot import capture
 from torchrelay.record.encoding import decode
 
 # torch warns about quantized, sparse and complex32 tensors as such.

@@ -12,8 +12,8 @@ import torch
 import torchrelay as tr
 from tests.support.states import meant_bits, storage_of, strided
 from tests.support.trips import trip
+from torchrelay.describing.snapshot import capture
 from torchrelay.errors import MismatchError, StateError, UnsupportedLeafError
-from torchrelay.plan.snapshot import capture
 
 LAZY: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "conj": torch.conj,

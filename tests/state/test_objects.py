@@ -19,8 +19,8 @@ from torch.distributed.tensor import DTensor
 
 import torchrelay as tr
 from tests.support.ranks import RankPool
+from torchrelay.describing.snapshot import capture
 from torchrelay.errors import MismatchError, UnsupportedLeafError
-from torchrelay.plan.snapshot import capture
 from torchrelay.state.objects import flatten_objects
 from torchrelay.state.tree import unflatten
 

@@ -25,8 +25,8 @@ from tests.support.states import (
     tensors_in,
 )
 from tests.support.trips import chunk_of, trip
+from torchrelay.describing.snapshot import capture
 from torchrelay.landing.land import land
-from torchrelay.plan.snapshot import capture
 from torchrelay.record.encoding import decode, decode_at_rest, encode, encode_at_rest
 
 # torch warns about quantized, sparse and complex32 tensors as such.

@@ -33,6 +33,7 @@ from tests.support.states import (
     plain_values,
 )
 from tests.support.trips import chunk_of, trip
+from torchrelay.describing.snapshot import capture
 from torchrelay.errors import MismatchError, UnsupportedLeafError, UsageError
 from torchrelay.geometry import DIGEST_BYTES
 from torchrelay.geometry import chunks as plan
@@ -47,7 +48,6 @@ from torchrelay.geometry.strides import (
 from torchrelay.landing.land import land
 from torchrelay.landing.options import LandingOptions
 from torchrelay.memory.gpu.kernels import digest_of
-from torchrelay.plan.snapshot import capture
 from torchrelay.record import manifest as m
 from torchrelay.record.dtypes import dtype_from_text, dtype_to_text
 from torchrelay.record.encoding import decode, encode

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 import torchrelay as tr
+from torchrelay.describing.region import Region, Stream
 from torchrelay.memory.gpu.side import settle
-from torchrelay.plan.region import Region, Stream
 from torchrelay.shares.device_hashing import DeviceHashing
 from torchrelay.stores.writer.file_writer import FileSpec
 

@@ -6,10 +6,10 @@ import random
 
 import torch
 
+from torchrelay.describing.snapshot import Snapshot, capture
 from torchrelay.landing.commit.landing import Landed
 from torchrelay.landing.land import land
 from torchrelay.landing.options import LandingOptions
-from torchrelay.plan.snapshot import Snapshot, capture
 from torchrelay.record.encoding import decode, encode
 
 

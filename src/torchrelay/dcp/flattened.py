@@ -14,8 +14,8 @@ from typing import Any, NamedTuple
 import msgspec
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
+from torchrelay.describing.outline import in_rows, renumbered, shifted
 from torchrelay.errors import CheckpointError, ManifestError
-from torchrelay.plan.outline import in_rows, renumbered, shifted
 from torchrelay.planning.stored import Names
 from torchrelay.record import manifest as m
 from torchrelay.record.schema import ImageKind, Record

@@ -25,9 +25,9 @@ from torch.distributed.checkpoint.planner import (
 )
 
 from torchrelay.dcp.flattened import ValueTree
+from torchrelay.describing.at_rest import describe
 from torchrelay.errors import CheckpointError, MismatchError, UnsupportedLeafError
 from torchrelay.landing.packed import pack, unpack
-from torchrelay.plan.at_rest import describe
 from torchrelay.planning.stored import StoredTensor
 from torchrelay.shares.layout import Entry
 from torchrelay.state import tensors as t

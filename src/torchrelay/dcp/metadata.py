@@ -14,8 +14,8 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
+from torchrelay.describing.outline import laid_over
 from torchrelay.errors import MismatchError
-from torchrelay.plan.outline import laid_over
 from torchrelay.planning.stored import StoredTensor, stored_tensors
 from torchrelay.record import manifest as m
 from torchrelay.record.manifest import parts

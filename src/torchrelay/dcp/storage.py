@@ -38,6 +38,7 @@ from torchrelay.dcp.chunks import check_chunks
 from torchrelay.dcp.flattened import ValueTree, outline_of
 from torchrelay.dcp.metadata import AsPlanned, Unknown, as_planned
 from torchrelay.deadlines import seconds_of
+from torchrelay.describing.region import Region, Stream
 from torchrelay.errors import (
     MismatchError,
     StorageTimeoutError,
@@ -49,7 +50,6 @@ from torchrelay.landing.commit.landing import TORN
 from torchrelay.memory.bounded import bounded
 from torchrelay.memory.writable import READ_ONLY, ReadOnlyMemory
 from torchrelay.options import FILE_BYTES
-from torchrelay.plan.region import Region, Stream
 from torchrelay.record.encoding import encode
 from torchrelay.record.schema import ObjectBytes, Record
 from torchrelay.shares.commit_record import commit_record, decode_shares

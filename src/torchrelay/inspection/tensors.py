@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 import torch
 
+from torchrelay.describing.region import Region, Stream
 from torchrelay.inspection.opened_state import Contents
-from torchrelay.plan.region import Region, Stream
 
 
 class TensorReader:

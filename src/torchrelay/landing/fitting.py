@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from torchrelay.describing.pieces import Pieces, device_number
 from torchrelay.errors import MismatchError
 from torchrelay.geometry.boxes import Numbers
 from torchrelay.geometry.chunks import Chunks
@@ -20,7 +21,6 @@ from torchrelay.landing.checks.fit import ArrayFit, Fit, Found, fit
 from torchrelay.landing.checks.ties import check_ties
 from torchrelay.landing.leaves import strides_of
 from torchrelay.landing.workspace import Workspace
-from torchrelay.plan.pieces import Pieces, device_number
 from torchrelay.planning.destination import Destination
 from torchrelay.record import manifest as m
 from torchrelay.record.rows import LeafRows, Marks

@@ -9,13 +9,13 @@ from typing import Any
 import numpy as np
 import torch
 
+from torchrelay.describing.pieces import HOST, Pieces, device_number, device_of
 from torchrelay.geometry.boxes import Numbers
 from torchrelay.geometry.chunks import Chunks
 from torchrelay.geometry.runs import Column
 from torchrelay.geometry.strides import contiguous_strides
 from torchrelay.landing.leaves import strides_of
 from torchrelay.landing.workspace import Workspace
-from torchrelay.plan.pieces import HOST, Pieces, device_number, device_of
 from torchrelay.record import manifest as m
 from torchrelay.record.rows import Marks
 from torchrelay.record.schema import ImageKind

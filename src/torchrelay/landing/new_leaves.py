@@ -15,6 +15,7 @@ from typing import NamedTuple, Protocol
 import numpy as np
 import torch
 
+from torchrelay.describing.pieces import HOST, device_number
 from torchrelay.errors import MismatchError
 from torchrelay.geometry.boxes import Numbers
 from torchrelay.geometry.chunks import Chunks
@@ -24,7 +25,6 @@ from torchrelay.landing.image_memory import ImageMemory
 from torchrelay.landing.leaves import images_of, make_leaf
 from torchrelay.landing.options import LandingOptions
 from torchrelay.landing.workspace import LARGE_BYTES, Workspace, allocate
-from torchrelay.plan.pieces import HOST, device_number
 from torchrelay.record import manifest as m
 from torchrelay.record.manifest import parts
 from torchrelay.record.rows import LeafRows, Marks

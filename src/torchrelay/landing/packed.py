@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import torch
 
+from torchrelay.describing.snapshot import capture
 from torchrelay.errors import ManifestError
 from torchrelay.landing.land import land
 from torchrelay.landing.options import LandingOptions
-from torchrelay.plan.snapshot import capture
 from torchrelay.record.encoding import decode
 
 _LENGTH_BYTES = 8

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from torchrelay.describing.pieces import Pieces
+from torchrelay.describing.region import Stream
 from torchrelay.geometry.chunks import Chunks
 from torchrelay.geometry.runs import Copy
-from torchrelay.plan.pieces import Pieces
-from torchrelay.plan.region import Stream
 from torchrelay.record.manifest import parts
 from torchrelay.record.rows import LeafRows
 from torchrelay.record.schema import Record

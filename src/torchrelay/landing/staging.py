@@ -8,13 +8,13 @@ from enum import IntEnum
 
 import numpy as np
 
+from torchrelay.describing.pieces import Pieces
 from torchrelay.errors import MismatchError
 from torchrelay.geometry.boxes import Numbers
 from torchrelay.geometry.chunks import Chunks
 from torchrelay.landing.image_memory import ImageMemory
 from torchrelay.landing.new_leaves import NewLeaves, StoredImages
 from torchrelay.landing.workspace import Workspace
-from torchrelay.plan.pieces import Pieces
 from torchrelay.record.rows import Marks
 
 

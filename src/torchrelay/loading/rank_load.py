@@ -16,6 +16,7 @@ from functools import cached_property, partial
 import numpy as np
 import torch
 
+from torchrelay.describing.pieces import HOST
 from torchrelay.errors import ManifestError, StorageTimeoutError
 from torchrelay.geometry.boxes import Numbers
 from torchrelay.landing.commit.landing import Act, Landed, Together, Watch, alone, at_once
@@ -24,7 +25,6 @@ from torchrelay.landing.land import fitted
 from torchrelay.landing.options import LandingOptions
 from torchrelay.landing.workspace import Workspace
 from torchrelay.pause import gc_paused
-from torchrelay.plan.pieces import HOST
 from torchrelay.planning.box_catalog import BoxCatalog
 from torchrelay.planning.catalog import RankShare
 from torchrelay.planning.reads import BoxReads, Cut, rows_of, stored_reads

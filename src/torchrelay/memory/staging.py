@@ -8,9 +8,9 @@ from typing import NamedTuple
 
 import torch
 
+from torchrelay.describing.region import Stream
 from torchrelay.memory import vectors
 from torchrelay.memory.thread_pool import run_on_threads
-from torchrelay.plan.region import Stream
 
 # Bytes copied by one call: many, because each call may wait for the interpreter, and no more than a
 # small part of the state, so that all threads end together.

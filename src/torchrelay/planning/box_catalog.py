@@ -13,10 +13,10 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from torchrelay.describing.outline import TensorRows, pruned
+from torchrelay.describing.sharded import ShardedKind
 from torchrelay.errors import MismatchError
 from torchrelay.geometry.boxes import Numbers
-from torchrelay.plan.outline import TensorRows, pruned
-from torchrelay.plan.sharded import ShardedKind
 from torchrelay.planning.catalog import EqualImages, Likes, RankShare
 from torchrelay.planning.destination import Destination
 from torchrelay.planning.offered_leaves import NONE, OfferedLeaves

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import time
 
+from torchrelay.describing.sharded import PlainLayout
 from torchrelay.pause import gc_paused
-from torchrelay.plan.sharded import PlainLayout
 from torchrelay.state.checkpointable import with_boxes
 from torchrelay.state.objects import flatten_objects
 from torchrelay.state.tree import inside_records

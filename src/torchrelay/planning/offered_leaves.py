@@ -8,10 +8,10 @@ from typing import Any, NamedTuple
 import numpy as np
 from msgspec.structs import replace
 
+from torchrelay.describing.outline import laid_over
 from torchrelay.errors import MismatchError
 from torchrelay.geometry.boxes import Numbers
 from torchrelay.geometry.numbered import Numbered
-from torchrelay.plan.outline import laid_over
 from torchrelay.record import manifest as m
 from torchrelay.record.kinds import KindTable
 from torchrelay.record.rows import LeafRows

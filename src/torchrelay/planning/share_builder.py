@@ -8,9 +8,9 @@ from typing import NamedTuple
 import numpy as np
 from msgspec.structs import replace
 
+from torchrelay.describing.outline import OutlineBuilder, TensorRows
 from torchrelay.geometry.boxes import Box, Numbers
 from torchrelay.geometry.numbered import Numbered
-from torchrelay.plan.outline import OutlineBuilder, TensorRows
 from torchrelay.planning.offered_leaves import NONE, OfferedLeaves, undistributed, whole_kinds
 from torchrelay.record import manifest as m
 from torchrelay.record.kinds import KindTable

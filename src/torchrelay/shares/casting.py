@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from torchrelay.describing.region import Region
 from torchrelay.errors import UnsupportedLeafError
 from torchrelay.geometry.strides import (
     contiguous_strides,
@@ -20,7 +21,6 @@ from torchrelay.geometry.strides import (
     overlapping,
     packed,
 )
-from torchrelay.plan.region import Region
 from torchrelay.state import tensors as t
 from torchrelay.state.backing import with_memory
 from torchrelay.state.boxed import BoxedTensor

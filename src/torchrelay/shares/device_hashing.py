@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from torchrelay.describing.region import Stream
 from torchrelay.geometry import DIGEST_BYTES
 from torchrelay.geometry.runs import Column, Runs, moves, reached
 from torchrelay.memory.digest import joined_each
@@ -22,7 +23,6 @@ from torchrelay.memory.gpu import kernels
 from torchrelay.memory.gpu.chunk_table import ChunkTable
 from torchrelay.memory.gpu.kernels import CudaError
 from torchrelay.memory.gpu.side import on_side_stream
-from torchrelay.plan.region import Stream
 from torchrelay.stores.writer.file_writer import FileSpec
 
 Marks = np.ndarray[Any, np.dtype[np.bool_]]

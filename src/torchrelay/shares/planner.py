@@ -20,9 +20,9 @@ import xxhash
 from torchrelay.coordination.call import Call
 from torchrelay.coordination.messages import decoded
 from torchrelay.deadlines import Deadline
+from torchrelay.describing.at_rest import Described, describe
 from torchrelay.errors import ManifestError, UnsupportedLeafError
 from torchrelay.pause import gc_paused
-from torchrelay.plan.at_rest import Described, describe
 from torchrelay.planning.stored import Names
 from torchrelay.record.encoding import decode, encode
 from torchrelay.record.manifest import ValueLeaf

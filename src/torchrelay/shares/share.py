@@ -13,12 +13,12 @@ import torch
 from msgspec.structs import replace
 
 from torchrelay.deadlines import Deadline
+from torchrelay.describing.region import Region, Stream
 from torchrelay.errors import CheckpointError, StorageTimeoutError
 from torchrelay.memory import threads
 from torchrelay.memory.arena import Arena
 from torchrelay.memory.pages import paged
 from torchrelay.memory.staging import Copy, stage
-from torchrelay.plan.region import Region, Stream
 from torchrelay.record.schema import Record
 from torchrelay.shares.casting import StandIns
 from torchrelay.shares.device_hashing import DeviceHashing

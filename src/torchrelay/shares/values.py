@@ -13,6 +13,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
+from torchrelay.describing.region import Region
 from torchrelay.geometry import DIGEST_BYTES
 from torchrelay.geometry.chunks import ALIGN
 from torchrelay.geometry.runs import Runs
@@ -22,7 +23,6 @@ from torchrelay.memory.gpu.side import settle
 from torchrelay.memory.pages import host_view
 from torchrelay.memory.pool import cores
 from torchrelay.memory.thread_pool import run_on_threads
-from torchrelay.plan.region import Region
 
 TASK_BYTES = 8 * CELL_BYTES  # that a thread takes at once
 THREADS = 8  # more do not read memory faster

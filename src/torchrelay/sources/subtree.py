@@ -7,9 +7,9 @@ from operator import itemgetter
 import numpy as np
 from msgspec.structs import replace
 
+from torchrelay.describing.outline import renumbered
 from torchrelay.errors import MismatchError
 from torchrelay.geometry.boxes import Numbers
-from torchrelay.plan.outline import renumbered
 from torchrelay.planning.stored import Names
 from torchrelay.record import manifest as m
 from torchrelay.record.schema import RankDifference, Record, StateOutline, column_of

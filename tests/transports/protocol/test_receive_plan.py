@@ -17,13 +17,13 @@ import torch
 
 from tests.support.records import rank_record
 from tests.support.rounds import rounds
+from torchrelay.describing.snapshot import Snapshot, SnapshotPart, capture
 from torchrelay.errors import ManifestError, MismatchError, RelayError
 from torchrelay.geometry.boxes import Box, run_of
 from torchrelay.geometry.shards import MeshCut, pieces_on_mesh
 from torchrelay.landing.commit.landing import Landed
 from torchrelay.landing.land import land
 from torchrelay.landing.options import LandingOptions
-from torchrelay.plan.snapshot import Snapshot, SnapshotPart, capture
 from torchrelay.planning.destination import Destination
 from torchrelay.planning.holder_reads import _shared_out
 from torchrelay.record import manifest as m

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
+from torchrelay.describing.region import Stream
 from torchrelay.geometry.chunks import Chunks
 from torchrelay.geometry.runs import Runs
-from torchrelay.plan.region import Stream
 from torchrelay.transports.routes.host.chunk_paths import (
     ChunkBytes,
     ChunkPath,

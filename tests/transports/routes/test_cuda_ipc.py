@@ -19,6 +19,7 @@ import pytest
 import torch
 
 from tests.support.gpu_on_host import hash_on_host, landed
+from torchrelay.describing.snapshot import capture
 from torchrelay.geometry.chunks import Chunks
 from torchrelay.geometry.runs import Moves, Runs, copy_one_by_one
 from torchrelay.memory.digest import CELL_BYTES
@@ -26,7 +27,6 @@ from torchrelay.memory.gpu import device_chunks, kernels
 from torchrelay.memory.gpu.device_chunks import DeviceChunks
 from torchrelay.memory.gpu.kernels import digest_of
 from torchrelay.memory.host import at_address
-from torchrelay.plan.snapshot import capture
 from torchrelay.transports.resources import Resources
 from torchrelay.transports.routes import cuda_ipc
 from torchrelay.transports.routes.cuda.handles import sources

@@ -13,6 +13,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
+from torchrelay.describing.region import Region, Stream
 from torchrelay.endpoint.server.messages import Volume
 from torchrelay.errors import UsageError
 from torchrelay.geometry.runs import Moves
@@ -25,7 +26,6 @@ from torchrelay.memory.gpu.spare import room_beside_training
 from torchrelay.memory.gpu.volumes import split_by_volume, table_of_volumes
 from torchrelay.memory.pages import host_view
 from torchrelay.parts.fields import Field
-from torchrelay.plan.region import Region, Stream
 from torchrelay.shares.share import Share
 from torchrelay.sources.lent_memory import DeviceExport
 from torchrelay.transports.routes.cuda.handles import export_of

@@ -27,13 +27,13 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from torchrelay.describing.pieces import Pieces
 from torchrelay.errors import MismatchError
 from torchrelay.geometry.boxes import Box, Comparisons
 from torchrelay.geometry.chunks import Chunks
 from torchrelay.geometry.runs import reaching
 from torchrelay.geometry.strides import contiguous_strides, extent, overlapping, packed
 from torchrelay.landing.checks.fit import ArrayFit, Fit, Found
-from torchrelay.plan.pieces import Pieces
 from torchrelay.state import tensors as t
 from torchrelay.state.objects import OwnWrite
 from torchrelay.state.paths import Path

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from torchrelay.describing.pieces import HOST, Pieces
 from torchrelay.errors import MismatchError, RelayError, TornStateError
 from torchrelay.geometry.chunks import Chunks
 from torchrelay.geometry.runs import Moves
@@ -35,7 +36,6 @@ from torchrelay.landing.read_target import ReadTarget, Writes, chunks_of
 from torchrelay.landing.staging import Staging, purposes
 from torchrelay.landing.workspace import Workspace
 from torchrelay.pause import gc_paused
-from torchrelay.plan.pieces import HOST, Pieces
 from torchrelay.planning.catalog import EqualImages, RankShare
 from torchrelay.record import manifest as m
 from torchrelay.record.rows import LeafRows, Marks

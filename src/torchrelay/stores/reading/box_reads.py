@@ -17,12 +17,12 @@ from typing import NamedTuple, Protocol
 import numpy as np
 import torch
 
+from torchrelay.describing.region import Region, Stream
 from torchrelay.errors import MismatchError
 from torchrelay.geometry.boxes import Numbers, run_of
 from torchrelay.geometry.runs import Column, Runs
 from torchrelay.geometry.strides import contiguous_strides, packed
 from torchrelay.memory.host import host_block
-from torchrelay.plan.region import Region, Stream
 from torchrelay.planning.stored import Shard
 from torchrelay.state import tensors as t
 from torchrelay.stores.reading.fetch import Placed

@@ -20,6 +20,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
+from torchrelay.describing.region import Stream
 from torchrelay.geometry import DIGEST_BYTES
 from torchrelay.geometry.runs import Moves, Runs
 from torchrelay.memory.digest import joined_each
@@ -29,7 +30,6 @@ from torchrelay.memory.gpu.kernels import CudaError
 from torchrelay.memory.gpu.pinned import MOST_THREADS, PIECE, Upload, pinned_buffers, room_on
 from torchrelay.memory.gpu.side import on_side_stream
 from torchrelay.memory.thread_pool import run_on_threads
-from torchrelay.plan.region import Stream
 from torchrelay.record.schema import Record
 from torchrelay.stores.reading.chunks import (
     Task,

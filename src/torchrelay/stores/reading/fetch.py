@@ -12,8 +12,8 @@ from functools import partial
 
 import torch
 
+from torchrelay.describing.region import Region, Stream
 from torchrelay.memory.pages import host_view
-from torchrelay.plan.region import Region, Stream
 from torchrelay.record.schema import Record
 from torchrelay.stores.reading.chunks import (
     PIECE_BYTES,

@@ -14,6 +14,8 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
+from torchrelay.describing.pieces import HOST, Pieces
+from torchrelay.describing.region import copy_boxes
 from torchrelay.errors import MismatchError
 from torchrelay.geometry.boxes import Box, Numbers
 from torchrelay.geometry.chunks import MAX_CHUNK_BYTES, chunk_size, stream_bytes
@@ -24,8 +26,6 @@ from torchrelay.landing.options import LandingOptions
 from torchrelay.landing.read_target import ReadTarget
 from torchrelay.landing.workspace import Workspace
 from torchrelay.pause import gc_paused
-from torchrelay.plan.pieces import HOST, Pieces
-from torchrelay.plan.region import copy_boxes
 from torchrelay.planning.box_catalog import BoxCatalog
 from torchrelay.planning.holder_reads import GatherReads, RankReads
 from torchrelay.planning.reads import SCATTERED, ReadTable

@@ -11,9 +11,9 @@ from collections.abc import Sequence
 from functools import partial
 
 from torchrelay.deadlines import Deadline
+from torchrelay.describing.snapshot import Snapshot, SnapshotPart, capture
 from torchrelay.errors import RelayError
 from torchrelay.memory.pool import cores
-from torchrelay.plan.snapshot import Snapshot, SnapshotPart, capture
 from torchrelay.record.rank_reads import decode_reads
 from torchrelay.results import Outcome, Report, Traffic
 from torchrelay.transports.meeting.connection import ConnectionLost, Inbox, MessageHeard

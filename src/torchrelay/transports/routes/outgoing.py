@@ -14,12 +14,12 @@ from functools import cached_property
 import numpy as np
 import torch
 
+from torchrelay.describing.snapshot import Sendable
 from torchrelay.geometry.runs import Runs, reached
 from torchrelay.memory import vectors
 from torchrelay.memory.gpu.device_chunks import DeviceChunks
 from torchrelay.memory.gpu.kernels import CudaError, digest_of
 from torchrelay.memory.gpu.side import in_use, on_side_stream
-from torchrelay.plan.snapshot import Sendable
 from torchrelay.transports.resources import Member
 from torchrelay.transports.routes.cuda.handles import Exported, Exports
 

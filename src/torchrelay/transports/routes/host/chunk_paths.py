@@ -19,9 +19,9 @@ from collections.abc import Collection
 from enum import Enum, auto
 from typing import NamedTuple
 
+from torchrelay.describing.region import Stream
 from torchrelay.geometry.chunks import Chunks
 from torchrelay.geometry.runs import Moves, Runs, moves
-from torchrelay.plan.region import Stream
 
 
 class ChunkPath(Enum):

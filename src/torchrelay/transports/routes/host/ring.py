@@ -19,6 +19,7 @@ import msgspec
 import torch
 from msgspec import Meta
 
+from torchrelay.describing.snapshot import Sendable
 from torchrelay.errors import RemoteProtocolError
 from torchrelay.geometry.chunks import MAX_CHUNK_BYTES
 from torchrelay.memory import vectors
@@ -28,7 +29,6 @@ from torchrelay.memory.idle import idle_memory
 from torchrelay.memory.pages import paged
 from torchrelay.memory.pool import cores
 from torchrelay.memory.sealed import keeps_size
-from torchrelay.plan.snapshot import Sendable
 from torchrelay.transports.resources import Resource
 from torchrelay.transports.routes.host.claims import Claimant, open_memfd
 from torchrelay.transports.streams.workers import Workers

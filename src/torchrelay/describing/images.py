@@ -17,12 +17,12 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
+from torchrelay.describing.region import Region
+from torchrelay.describing.sharded import ShardedKind
+from torchrelay.describing.views import Storage, View, shared_bytes, sharing
 from torchrelay.errors import RelayError, UnsupportedLeafError
 from torchrelay.geometry.runs import Column
 from torchrelay.geometry.strides import Layout, contiguous_strides, extent, overlapping, packed
-from torchrelay.plan.region import Region
-from torchrelay.plan.sharded import ShardedKind
-from torchrelay.plan.views import Storage, View, shared_bytes, sharing
 from torchrelay.record import manifest as m
 from torchrelay.record.kinds import KindTable
 from torchrelay.record.schema import ImageKind, LeafKind

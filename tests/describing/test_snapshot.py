@@ -14,12 +14,12 @@ from hypothesis import strategies as st
 from tests.support.rounds import rounds
 from tests.support.states import assert_same
 from tests.support.trips import trip
+from torchrelay.describing.snapshot import Snapshot, capture
 from torchrelay.errors import UnsupportedLeafError
 from torchrelay.landing.fitting import split
 from torchrelay.landing.land import land
 from torchrelay.landing.options import LandingOptions
 from torchrelay.landing.pairing import paired
-from torchrelay.plan.snapshot import Snapshot, capture
 from torchrelay.planning.catalog import LiveCatalog
 from torchrelay.planning.destination import Destination
 from torchrelay.record import manifest as m

@@ -12,12 +12,12 @@ from hypothesis import strategies as st
 from tests.support.rounds import rounds
 from tests.support.states import bytes_of, geometries, sharing_bytes, storage_of, strided
 from tests.support.trips import trip
+from torchrelay.describing import views as views_module
+from torchrelay.describing.at_rest import describe
+from torchrelay.describing.snapshot import capture
+from torchrelay.describing.views import View, sharing
 from torchrelay.errors import UnsupportedLeafError
 from torchrelay.geometry.strides import extent
-from torchrelay.plan import views as views_module
-from torchrelay.plan.at_rest import describe
-from torchrelay.plan.snapshot import capture
-from torchrelay.plan.views import View, sharing
 from torchrelay.state.tensors import raw_of
 
 SECRET = 0xA7

@@ -11,13 +11,13 @@ from typing import Any
 
 import numpy as np
 
+from torchrelay.describing.images import GeneralLeaves, LeafImages, stored_dtype
+from torchrelay.describing.outline import OutlineBuilder, TensorRows
+from torchrelay.describing.plain import PlainTensors, find_plain
+from torchrelay.describing.sharded import ShardedKind, find_sharded
 from torchrelay.errors import UnsupportedLeafError
 from torchrelay.geometry.boxes import Numbers
 from torchrelay.geometry.runs import reaching
-from torchrelay.plan.images import GeneralLeaves, LeafImages, stored_dtype
-from torchrelay.plan.outline import OutlineBuilder, TensorRows
-from torchrelay.plan.plain import PlainTensors, find_plain
-from torchrelay.plan.sharded import ShardedKind, find_sharded
 from torchrelay.record import manifest as m
 from torchrelay.record.kinds import KindTable
 from torchrelay.record.rows import Marks

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from torchrelay.plan.at_rest import describe
+from torchrelay.describing.at_rest import describe
 from torchrelay.record import manifest as m
 from torchrelay.record.encoding import decode, encode
 from torchrelay.record.rows import LeafRows

@@ -12,15 +12,15 @@ from operator import itemgetter
 import numpy as np
 import torch
 
+from torchrelay.describing.description import Description, Indices
+from torchrelay.describing.pieces import Pieces
+from torchrelay.describing.region import Region, Stream
+from torchrelay.describing.state_plan import StatePlan
 from torchrelay.errors import StateError
 from torchrelay.geometry.boxes import Numbers, run_of
 from torchrelay.geometry.chunks import MIB, Chunks
 from torchrelay.geometry.runs import Copy, Runs
 from torchrelay.pause import gc_paused
-from torchrelay.plan.description import Description, Indices
-from torchrelay.plan.pieces import Pieces
-from torchrelay.plan.region import Region, Stream
-from torchrelay.plan.state_plan import StatePlan
 from torchrelay.record.encoding import encode
 from torchrelay.record.rank_reads import Reads
 from torchrelay.state.checkpointable import with_boxes

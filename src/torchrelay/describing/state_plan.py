@@ -7,9 +7,9 @@ from typing import NamedTuple
 import numpy as np
 from msgspec.structs import replace
 
+from torchrelay.describing.description import Description, Indices
 from torchrelay.geometry import chunks as cutting
 from torchrelay.geometry.boxes import Numbers
-from torchrelay.plan.description import Description, Indices
 from torchrelay.record.schema import ON_HOST, Record, VolumeRecord, column_of
 
 

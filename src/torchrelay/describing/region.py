@@ -19,9 +19,9 @@ from operator import itemgetter
 import numpy as np
 import torch
 
+from torchrelay.describing.pieces import NO_PIECES, Pieces
 from torchrelay.geometry.runs import Copy, Runs
 from torchrelay.geometry.strides import contiguous_strides, linear_boxes
-from torchrelay.plan.pieces import NO_PIECES, Pieces
 from torchrelay.state.tensors import byte_offset, copy_all, raw
 
 

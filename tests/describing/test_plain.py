@@ -15,8 +15,8 @@ import torchrelay as tr
 from tests.support.rounds import rounds
 from tests.support.states import assert_same
 from tests.support.trips import trip
-from torchrelay.plan.plain import PlainTensors, find_plain
-from torchrelay.plan.snapshot import capture
+from torchrelay.describing.plain import PlainTensors, find_plain
+from torchrelay.describing.snapshot import capture
 from torchrelay.planning.destination import Destination
 from torchrelay.state import tensors
 

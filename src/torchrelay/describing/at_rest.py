@@ -13,10 +13,10 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from torchrelay.describing.description import Description
+from torchrelay.describing.images import stored_dtype
 from torchrelay.errors import UnsupportedLeafError
 from torchrelay.pause import gc_paused
-from torchrelay.plan.description import Description
-from torchrelay.plan.images import stored_dtype
 from torchrelay.record import manifest as m
 from torchrelay.record.schema import Record
 from torchrelay.state import tensors as t

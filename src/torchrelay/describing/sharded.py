@@ -15,11 +15,11 @@ import numpy as np
 import torch
 from msgspec.structs import replace
 
+from torchrelay.describing.plain import PlainTensors, find_plain
 from torchrelay.errors import UnsupportedLeafError
 from torchrelay.geometry.boxes import Box, Numbers
 from torchrelay.geometry.runs import reaching
 from torchrelay.geometry.strides import contiguous_strides
-from torchrelay.plan.plain import PlainTensors, find_plain
 from torchrelay.record import manifest as m
 from torchrelay.record.kinds import KindTable
 from torchrelay.record.schema import BoxSharding, ImageKind, LeafKind, MeshSharding
