@@ -8,7 +8,7 @@ copies or maps on one host. False compares none.
 from __future__ import annotations
 
 import signal
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
@@ -40,6 +40,11 @@ class CheckpointerOptions:
     memory_budget: int | None = None
     signals: Sequence[signal.Signals] = (signal.SIGTERM,)
     read_only: bool = False
+
+    def __post_init__(self) -> None:
+        _check_numbers(self, int, "file_bytes", "memory_budget", optional=True)
+        if not isinstance(self.signals, Iterable):
+            raise UsageError(f"signals is a list of signals, not {self.signals!r}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,6 +110,10 @@ class ServeOptions:
     stall_seconds: float = 10.0
     connections: int = 256
 
+    def __post_init__(self) -> None:
+        _check_numbers(self, (int, float), "hold_seconds", "stall_seconds")
+        _check_numbers(self, int, "connections")
+
 
 @dataclass(frozen=True, kw_only=True)
 class KeeperOptions:
@@ -124,6 +133,24 @@ class KeeperOptions:
     copies: int = 1
     copy_bytes_per_second: float = 200e6
     lease_seconds: float = 60.0
+
+    def __post_init__(self) -> None:
+        _check_numbers(self, int, "memory_budget", optional=True)
+        _check_numbers(self, int, "steps", "copies")
+        _check_numbers(self, (int, float), "copy_bytes_per_second", "lease_seconds")
+
+
+def _check_numbers(
+    record: object, kind: type | tuple[type, ...], *names: str, optional: bool = False
+) -> None:
+    """`UsageError` for a field that is no number. Its range is checked by the call."""
+    for name in names:
+        value = getattr(record, name)
+        if optional and value is None:
+            continue
+        if isinstance(value, bool) or not isinstance(value, kind):
+            word = "a whole number" if kind is int else "a number"
+            raise UsageError(f"{name} is {word}{' or None' * optional}, not {value!r}")
 
 
 def checked_verify(verify: object) -> Verify:

@@ -70,6 +70,8 @@ class LoadRequest:
     def __post_init__(self) -> None:
         if self.step is not None:
             self.step = check_step(self.step)
+        if self.key is not None and not isinstance(self.key, str):
+            raise UsageError(f"key is a dotted path, not {self.key!r}")
         self.patterns = tuple(items_of("include", self.include, str, "a pattern"))
         self.place = checked_device(self.device)
 

@@ -45,6 +45,8 @@ def register(
     instance). `name` identifies the type in records, by default it is the class's qualified name;
     both sides register the same one. Registering the same type again replaces its codec.
     """
+    if not isinstance(type_, type):
+        raise UsageError(f"register takes a type, not {type_!r}")
     name = name or type_.__qualname__
     try:
         name.encode()
