@@ -20,7 +20,7 @@ import pytest
 pytest.importorskip("basedpyright")
 
 ROOT = Path(__file__).resolve().parents[2]
-SECONDS = 400
+SECONDS = 900
 # Arguments of a caller may be untyped, as torch's modules are: that is not about our names.
 OF_THE_CALLER = {"reportUnknownArgumentType", "reportMissingImports", "reportMissingTypeStubs"}
 
