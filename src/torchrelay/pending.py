@@ -61,7 +61,9 @@ class Pending(Future[Report]):
     def exception(self, timeout: Timeout | None = None) -> BaseException | None:
         """Wait for the end and return the failure, or None. Raises `TimeoutError` like `result`."""
         self._owner.check()
-        seconds = None if timeout is None else seconds_of(timeout)
+        seconds: float | None = None
+        if timeout is not None:
+            seconds = seconds_of(timeout) if timeout else 0.0  # 0: as of any future, do not wait
         if not self.ends_within(seconds):
             raise TimeoutError(
                 f"{self._work} step {self.step} takes longer than {seconds:g} s: wait longer, or "
