@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from multiprocessing import Pipe
+from pathlib import Path
 from typing import Any
+
+import pytest
 
 from torchrelay.demo.job import SMALL
 from torchrelay.demo.launcher import Launcher, WorkerMessage
@@ -83,3 +89,40 @@ def test_a_keeper_belongs_to_the_host_that_its_worker_was_started_on() -> None:
     launcher.hosts = ["a", "a", "b-again", "b-again"]
     theirs.send(("keeper", 0.0, 4321))
     assert launcher.receive(5.0) == [] and launcher.keepers == {"b": 4321}
+
+
+THREADS = """
+import os
+os.environ.pop("OPENBLAS_NUM_THREADS", None), os.environ.pop("OMP_NUM_THREADS", None)
+from torchrelay.demo import launcher
+
+def report(end):
+    from tests.support.threads_here import COUNT
+    end.send(COUNT)
+
+if __name__ == "__main__":
+    launcher.AHEAD.append("tests.support.threads_here")
+    launcher.import_ahead()
+    ours, theirs = launcher._forks.Pipe()
+    launcher._forks.Process(target=report, args=(theirs,)).start()
+    print(ours.recv())
+"""
+
+
+@pytest.mark.skipif(
+    len(os.sched_getaffinity(0)) < 2 or sys.platform != "linux", reason="one core: no threads"
+)
+def test_workers_are_forked_off_a_process_of_one_thread(tmp_path: Path) -> None:
+    """Else a worker may begin with a lock that a thread held which is not there."""
+    (tmp_path / "program.py").write_text(THREADS)
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    done = subprocess.run(
+        [sys.executable, "program.py"],
+        capture_output=True,
+        text=True,
+        timeout=150,
+        cwd=tmp_path,
+        env=environment,
+        check=False,
+    )
+    assert done.stdout.split() == ["1"], done.stderr

@@ -20,14 +20,18 @@ from torchrelay.state.torch_private import SLOW_TO_IMPORT
 
 END_SECONDS = 5.0  # that a worker may take to end once it has closed its connection
 
+AHEAD = ["torchrelay.demo.worker", SLOW_TO_IMPORT]
+
 _forks = get_context("forkserver")
 
 
 def import_ahead() -> None:
     """Have workers forked off a process that has imported what they need. For programs that fork
     off nothing else, before the first start."""
+    # numpy would start a thread for each core there. A process with threads is not safe to fork.
+    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
     # AdamW would import the second, which takes seconds.
-    _forks.set_forkserver_preload(["torchrelay.demo.worker", SLOW_TO_IMPORT])
+    _forks.set_forkserver_preload(AHEAD)
 
 
 class LaunchError(Exception):
