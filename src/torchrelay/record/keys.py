@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from torchrelay.errors import ManifestError
-from torchrelay.record.probing import FEW, check_dict, hashes_of
+from torchrelay.record.probing import FEW, MoreTries, check_dict, hashes_of
 from torchrelay.record.values import PLAIN, BigInt, Key, TupleKey, decode_key
 
 _TWICE = "a dict has one key twice"
@@ -57,8 +57,9 @@ def identities(keys: Iterable[Key]) -> list[str | bytes]:
     return found
 
 
-def check_keys(keys: Sequence[Key]) -> None:
+def check_keys(keys: Sequence[Key], more: MoreTries | None = None) -> None:
     """Raise `ManifestError` unless these can be the keys of one dict, in time linear in their size.
+    `more`: what the dicts of one record share.
 
     Text is hashed with a secret, and the numbers 0, 1, 2, ... in order have different hashes.
     """
@@ -73,13 +74,13 @@ def check_keys(keys: Sequence[Key]) -> None:
         ordered = np.sort(numbers)
         if (ordered[1:] == ordered[:-1]).any():
             raise ManifestError(_TWICE)
-        check_dict(hashes_of(numbers))
+        check_dict(hashes_of(numbers), None, more)
         return
     # Decoding raises for what no key encodes to. Each NaN is a key of its own.
     values = [key if type(key) in PLAIN else decode_key(key) for key in keys]
     if len(keys) > FEW:
         hashes = np.fromiter(map(hash, values), np.int64, len(values)).astype(np.uint64)
-        check_dict(hashes, [*map(_items, keys)])
+        check_dict(hashes, [*map(_items, keys)], more)
     different = [
         value if isinstance(value, str) else _spelled(value)
         for value in values

@@ -27,9 +27,14 @@ _Slots = np.ndarray[Any, np.dtype[np.int64]]
 # Regular numbers, such as multiples of a large power of two, take up to 90 tries for each key of a
 # dict, and 105 of a set.
 TRIES = 128
+# Of these, the first are free; random numbers take 5 for each key, regular ones 20. All dicts of a
+# record together have some more, so that a long record is refused in time linear in its length.
+FREE_TRIES = 16
+MORE_TRIES = 1 << 27
 FEW = 256  # this number of keys costs little even if all of them collide
 _ROUND = 256  # tries that take about as long as the fixed cost of a round
 _SLACK = 1 << 14
+_FREE_SLACK = 1 << 13  # rounds of a dict of a few hundred keys
 _SHIFT = np.uint64(5)
 _LINEAR = 9  # slots that a set tries after each one
 
@@ -45,13 +50,22 @@ def hashes_of(numbers: _Slots) -> Hashes:
     return hashes
 
 
-def check_dict(hashes: Hashes, items: Sequence[int] | None = None) -> None:
+class MoreTries:
+    """Tries that all dicts of one record may take beyond the free ones of each."""
+
+    def __init__(self) -> None:
+        self.left = MORE_TRIES
+
+
+def check_dict(
+    hashes: Hashes, items: Sequence[int] | None = None, more: MoreTries | None = None
+) -> None:
     """Raise `ManifestError` unless a dict of keys with these hashes, in this order, is built in
     time linear in their number. `items`: how many parts of each key may have to be compared to tell
-    it from another, one by default."""
+    it from another, one by default. `more`: what the dicts of a record share."""
     if len(hashes) <= FEW:
         return
-    budget = _Budget(len(hashes))
+    budget = _Budget(len(hashes), more)
     budget.spend_on_equal(hashes, items)
     # A dict grows when two thirds of it are taken; then all its keys are inserted again.
     slots = 8
@@ -76,12 +90,19 @@ def check_set(hashes: Hashes, items: Sequence[int] | None = None) -> None:
 
 
 class _Budget:
-    def __init__(self, keys: int) -> None:
+    """The tries of one dict: `TRIES` for each key, of which those after the first `FREE_TRIES` also
+    count for the record."""
+
+    def __init__(self, keys: int, more: MoreTries | None = None) -> None:
         self._left = TRIES * keys + _SLACK
+        self._free = FREE_TRIES * keys + _FREE_SLACK
+        self._more = more or MoreTries()
 
     def spend(self, tries: int) -> None:
         self._left -= tries
-        if self._left < 0:
+        self._free -= tries
+        self._more.left -= max(0, min(tries, -self._free))
+        if self._left < 0 or self._more.left < 0:
             raise ManifestError(
                 "keys whose hashes collide, so that a dict or a set of them would take far longer "
                 "to build than to read: use text in their place"

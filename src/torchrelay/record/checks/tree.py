@@ -12,6 +12,7 @@ import numpy as np
 from torchrelay.errors import ManifestError
 from torchrelay.record import manifest as m
 from torchrelay.record.keys import check_keys
+from torchrelay.record.probing import MoreTries
 
 MAX_CLASSES = 512  # of namedtuples, which may have to be made
 MAX_FIELDS = 1 << 14  # of those classes together
@@ -25,6 +26,7 @@ class TreeLimits:
     def __init__(self, in_time: Callable[[], None] | None = None) -> None:
         self._classes: set[tuple[str, ...]] = set()
         self._fields = 0
+        self._more = MoreTries()
         self._in_time = in_time  # called now and then; raises when the caller's time is over
         self._seen = 0
 
@@ -38,7 +40,7 @@ class TreeLimits:
                 raise ManifestError(f"a {node.kind} has no factory")
             if len(node.keys) != len(node.items):
                 raise ManifestError(f"{len(node.keys)} keys for {len(node.items)} items")
-            check_keys(node.keys)
+            check_keys(node.keys, self._more)
         elif isinstance(node, m.RecordNode):
             return (node.body,)
         elif isinstance(node, m.NamedTupleNode):
