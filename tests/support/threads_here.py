@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-import os
+from pathlib import Path
 
-COUNT = len(os.listdir("/proc/self/task"))
+COUNT = len(list(Path("/proc/self/task").iterdir()))
