@@ -7,12 +7,10 @@ share one leaf.
 from __future__ import annotations
 
 import builtins
-import ctypes
 from collections import OrderedDict, defaultdict, namedtuple
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from msgspec.structs import replace
 
@@ -27,7 +25,6 @@ __all__ = ["children_of", "show", "slots", "subtree", "text_of"]  # of `paths`, 
 
 _FACTORIES: dict[str, type] = {name: getattr(builtins, name) for name in m.FACTORIES}
 _PLAIN = (torch.Tensor, str, int, float, type(None))
-_MANY = 64  # tensors in one container for which numpy is worth its calls
 
 
 # Returns the replacement for an object at a path, or the object itself if it is a leaf.
@@ -58,8 +55,7 @@ class _Walk:
         self.leaves: list[object] = []
         self._opened = opened
         self._known: dict[int, int] = {}  # by id of a tensor, its leaf
-        self._bulk: list[range] = []  # leaves that are not in `_known` yet
-        # The fast ways below are for tensors that are not registered as anything else.
+        # The loop in `_children` is for tensors that are not registered as anything else.
         kinds = (torch.Tensor, torch.nn.Parameter)
         self._tensors = {kind for kind in kinds if codec_of(kind) is None}
 
@@ -128,17 +124,12 @@ class _Walk:
         self, values: list[object], path: Path, keys: Iterable[object] | None = None
     ) -> tuple[m.Node, ...]:
         leaves, known, tensors = self.leaves, self._known, self._tensors
-        first = len(leaves)
-        if self._are_fresh(values):
-            return tuple(range(first, len(leaves)))
         nodes: list[m.Node] = []
         for key, item in enumerate(values) if keys is None else zip(keys, values, strict=True):
             if type(item) not in tensors:
                 nodes.append(self.visit(item, (*path, key)))
                 continue
             # The work of `visit` and `_leaf` for a tensor, inlined: most items are tensors.
-            if self._bulk:
-                self._learn()
             index = known.get(id(item))
             if index is None:
                 index = known[id(item)] = len(leaves)
@@ -151,40 +142,10 @@ class _Walk:
         # by the interpreter alone.
         index = len(self.leaves)
         if isinstance(value, torch.Tensor):
-            self._learn()
             index = self._known.setdefault(id(value), index)
         if index == len(self.leaves):
             self.leaves.append(value)
         return index
-
-    def _learn(self) -> None:
-        for some in self._bulk:
-            values = self.leaves[some.start : some.stop]
-            self._known.update(zip(map(id, values), some, strict=True))
-        self._bulk.clear()
-
-    def _are_fresh(self, values: list[object]) -> bool:
-        """Whether these are many tensors, none of them seen before; if so, they are leaves now."""
-        if len(values) < _MANY or not self._tensors.issuperset(map(type, values)):
-            return False
-        ids = _ids(values)
-        self._learn()
-        if self._known and not self._known.keys().isdisjoint(ids.tolist()):
-            return False
-        ids.sort()
-        if (ids[1:] == ids[:-1]).any():
-            return False
-        self._bulk.append(range(len(self.leaves), len(self.leaves) + len(values)))
-        self.leaves.extend(values)
-        return True
-
-
-def _ids(objects: list[object]) -> np.ndarray[Any, np.dtype[np.uint64]]:
-    """Where each object lies in memory: what `id` says, from an array that refers to all of them,
-    which takes a fraction of the time of as many calls."""
-    referring = np.fromiter(objects, object, len(objects))
-    pointers = (ctypes.c_uint64 * len(objects)).from_address(referring.ctypes.data)
-    return np.array(pointers, np.uint64)
 
 
 def is_namedtuple(kind: type) -> bool:
@@ -242,12 +203,7 @@ class _Unflatten:
         if isinstance(node, m.RecordNode):
             return self._decoded(node, self.build(node.body))
         items = node.items
-        first = items[0] if items and type(items[0]) is int else -1
-        following = tuple(range(first, first + len(items)))
-        if first >= 0 and isinstance(leaves, list) and items == following:
-            values = leaves[first : first + len(items)]  # mostly they follow each other
-        else:
-            values = [leaves[n] if type(n) is int else self.build(n) for n in items]
+        values = [leaves[n] if type(n) is int else self.build(n) for n in items]
         if isinstance(node, m.SequenceNode):
             return values if node.kind == "list" else tuple(values)
         if isinstance(node, m.NamedTupleNode):

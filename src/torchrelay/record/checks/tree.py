@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import keyword
-import struct
 import unicodedata
 from collections.abc import Callable, Sequence
-
-import numpy as np
 
 from torchrelay.errors import ManifestError
 from torchrelay.record import manifest as m
@@ -16,7 +13,6 @@ from torchrelay.record.probing import MoreTries
 
 MAX_CLASSES = 512  # of namedtuples, which may have to be made
 MAX_FIELDS = 1 << 14  # of those classes together
-_MANY = 64  # items for which numpy is worth its calls
 _NOW_AND_THEN = 1024  # containers between two looks at the clock
 
 
@@ -73,7 +69,7 @@ def _visited(node: m.Container, seen: int, leaves: int, limits: TreeLimits, dept
     items = limits.items(node)
     # Most containers hold leaves alone, none of them seen before.
     fresh = seen + len(items)
-    if fresh <= leaves and _are_numbers(items, seen, fresh):
+    if fresh <= leaves and items == tuple(range(seen, fresh)):
         return fresh
     for item in items:
         if not isinstance(item, int):
@@ -83,17 +79,6 @@ def _visited(node: m.Container, seen: int, leaves: int, limits: TreeLimits, dept
         else:
             seen += item == seen
     return seen
-
-
-def _are_numbers(items: tuple[m.Node, ...], first: int, stop: int) -> bool:
-    """Whether items are the numbers of a range."""
-    if len(items) < _MANY:
-        return items == tuple(range(first, stop))
-    try:
-        packed = struct.pack(f"{len(items)}q", *items)
-    except struct.error:
-        return False
-    return packed == np.arange(first, stop, dtype=np.int64).tobytes()
 
 
 def _check_fields(node: m.NamedTupleNode) -> None:
