@@ -165,10 +165,6 @@ def test_a_large_storage_has_chunks_of_its_own() -> None:
     assert list(map(chunks.start_of, range(4))) == [0, 16, 48, 1056]
 
 
-def test_small_storages_come_first() -> None:
-    assert plan.stream_order([5, 900, 7, 800], small_bytes=100).tolist() == [0, 2, 1, 3]
-
-
 @given(st.integers(0, 1 << 42), st.integers(1, 64))
 def test_chunk_size_is_in_bounds(stream: int, receivers: int) -> None:
     size = plan.chunk_size(stream, receivers)

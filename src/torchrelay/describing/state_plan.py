@@ -10,11 +10,13 @@ from msgspec.structs import replace
 from torchrelay.describing.description import Description, Indices
 from torchrelay.geometry import chunks as cutting
 from torchrelay.geometry.boxes import Numbers
+from torchrelay.geometry.runs import Column
 from torchrelay.record.schema import ON_HOST, Record, VolumeRecord, column_of
 
 
 class StatePlan(NamedTuple):
-    """The `record` of a state, its `chunks`, and the place of each image of the description."""
+    """The `record` of a state, its `chunks`, and the position in the stream of each image of the
+    description (`place`)."""
 
     record: Record
     chunks: cutting.Chunks
@@ -24,12 +26,12 @@ class StatePlan(NamedTuple):
     def build(
         cls, found: Description, step: int | None, receivers: int, chunk_bytes: int | None
     ) -> StatePlan:
-        devices, on = _devices(found)
-        place, storage_of = _order(found, on)
+        devices, device = _devices(found)
+        place, storage_of = _order(found, device)
         device_of: Numbers | None = None
-        if on is not None:
+        if device is not None:
             device_of = np.empty(len(place), np.int64)
-            device_of[place] = on
+            device_of[place] = device
         record = found.record(
             place,
             step=step,
@@ -48,37 +50,53 @@ class StatePlan(NamedTuple):
         return cls(replace(record, volumes=(volume,)), cutting.Chunks(sizes, cuts), place)
 
 
-def _order(found: Description, on: Numbers | None) -> tuple[Indices, Indices | None]:
-    """The place in the stream of each image. Images of one storage stay together; small storages
-    come first, by device. `on` has the device of each image, unless all are on the host. Also
-    returns the storage of each image in the stream, unless each has one of its own."""
-    plain, images = found.plain, found.images
-    origins = plain.origins
-    storage: Indices = np.arange(len(origins))
-    if not (origins[1:] > origins[:-1]).all():  # mostly tensors lie in the order of the state
-        origins, storage = np.unique(origins, return_inverse=True)
-    at, nbytes = plain.addresses, plain.nbytes
-    if images:
-        rows = [(image.storage, image.low, image.region.nbytes) for image in images]
-        more = np.array(rows, np.uint64).T
-        storage = np.append(storage, len(origins) + more[0].astype(np.intp))
-        at, nbytes = np.append(at, more[1]), np.append(nbytes, more[2])
-    totals = np.bincount(storage, nbytes)
-    firsts = np.full(len(totals), plain.count)
-    np.minimum.at(firsts, storage, found.owners)
-    used = np.argsort(firsts, kind="stable")
-    if on is not None:
-        devices: Numbers = np.zeros(len(totals), np.int64)
-        devices[storage] = on
-        on = devices[used]
-    place: Indices = np.empty(len(used), np.intp)
-    place[used[cutting.stream_order(totals[used], on)]] = np.arange(len(used))
-    if len(storage) == len(totals):
-        return place[storage], None
-    order = np.lexsort((at, place[storage]))
-    numbers: Indices = np.empty(len(storage), np.intp)
-    numbers[order] = np.arange(len(order))
-    return numbers, place[storage][order]
+def _order(found: Description, devices: Numbers | None) -> tuple[Indices, Indices | None]:
+    """The position of each image in the stream; and the storage of each image of the stream, unless
+    each has one of its own. `devices` has the device of each image, unless all are on the host.
+
+    Small storages come first, by device, so that they share chunks; then large ones. Within these,
+    storages are in the order of the state, and the images of one storage in that of memory. Four
+    tensors of a state, of which `a` and `c` are views of one small storage, and `b` is large:
+
+        image of the description    0 (a)   1 (b)   2 (c)   3 (d)
+        storage                     0       1       0       2
+        its turn                    0       2       0       1
+        address                     0x140   0x900   0x100   0x700
+        position in the stream      1       3       0       2        c, a, d, b
+        storage in the stream       by position: 0 (c), 0 (a), 1 (d), 2 (b)
+    """
+    storage, addresses, nbytes = _memory_of(found)
+    count = int(storage.max(initial=-1)) + 1
+    large = np.bincount(storage, nbytes, count) >= cutting.SMALL_BYTES
+    first_leaf = np.full(count, found.plain.count)
+    np.minimum.at(first_leaf, storage, found.owners)
+    device: Numbers = np.zeros(count, np.int64)
+    if devices is not None:
+        device[storage] = devices
+    turn = _inverse(np.lexsort((first_leaf, np.where(large, 0, device), large)))[storage]
+    if len(storage) == count:
+        return turn, None
+    order = np.lexsort((addresses, turn))
+    return _inverse(order), turn[order]
+
+
+def _memory_of(found: Description) -> tuple[Indices, Column, Column]:
+    """Of each image, the number of its storage, its address and its bytes."""
+    origins, storage = np.unique(found.plain.origins, return_inverse=True)
+    rows = [(image.storage, image.low, image.region.nbytes) for image in found.images]
+    more = np.array(rows, np.uint64).reshape(-1, 3).T
+    return (
+        np.append(storage, len(origins) + more[0].astype(np.intp)),
+        np.append(found.plain.addresses, more[1]),
+        np.append(found.plain.nbytes, more[2]),
+    )
+
+
+def _inverse(order: Indices) -> Indices:
+    """Of each item, its position in an order of them."""
+    found: Indices = np.empty(len(order), np.intp)
+    found[order] = np.arange(len(order))
+    return found
 
 
 def _devices(found: Description) -> tuple[tuple[str, ...], Numbers | None]:

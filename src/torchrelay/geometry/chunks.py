@@ -28,17 +28,6 @@ def aligned(nbytes: int) -> int:
     return -(-nbytes // ALIGN) * ALIGN
 
 
-def stream_order(
-    nbytes: Sizes, devices: Counts | None = None, small_bytes: int = SMALL_BYTES
-) -> np.ndarray[Any, np.dtype[np.intp]]:
-    """Indices of images in stream order: small ones first, so that they share chunks, those of one
-    device (by number) next to each other."""
-    large = np.asarray(nbytes, np.int64) >= small_bytes
-    if devices is not None:
-        return np.lexsort((np.where(large, 0, devices), large))
-    return np.argsort(large, kind="stable") if large.any() else np.arange(len(large))
-
-
 def chunk_size(stream_bytes: int, receivers: int, *, on_device: bool = False) -> int:
     """Bytes a chunk should have.
 

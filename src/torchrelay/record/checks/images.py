@@ -160,8 +160,9 @@ def _check_places(record: Record) -> None:
     room = np.array([volume.nbytes for volume in record.volumes], np.int64)[record.box_volumes]
     step = [min(itemsize(kind.dtype), FILE_ALIGN) for kind in record.image_kinds]
     steps = np.repeat(np.array(step, np.int64)[record.image_kind], np.diff(record.first_boxes))
-    wrong = np.flatnonzero((starts > room - nbytes) | (starts % steps != 0))
-    for box in wrong[:1].tolist():
+    wrong = (starts > room - nbytes) | (starts % steps != 0)
+    if wrong.any():
+        box = int(np.flatnonzero(wrong)[0])
         image = int(np.searchsorted(record.first_boxes, box, "right")) - 1
         raise ManifestError(
             f"image {image}: {nbytes[box]} bytes from byte {starts[box]} on are not in volume "

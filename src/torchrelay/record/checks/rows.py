@@ -4,6 +4,7 @@ leaves, all of them in columns."""
 from __future__ import annotations
 
 from collections.abc import Sequence
+from enum import IntEnum
 
 import msgspec
 import numpy as np
@@ -23,10 +24,36 @@ _DIMS = 8
 _TOO_MUCH = 1 << 61  # so that sums of larger numbers stay in 64 bits
 # How the names of dtypes start that have gradients.
 _REAL = ("float", "bfloat", "complex", "bcomplex")
-# A leaf is all of an image if that has: a box; all of it; all of it in row-major order. A view
-# is never all of one.
-_BOX, _WHOLE, _ROW_MAJOR, _NEVER = range(4)
 _encode = msgspec.msgpack.Encoder().encode
+
+
+class _LeafForm(IntEnum):
+    """How a leaf, or a strided tensor that is a part of one, says where its elements are."""
+
+    DISTRIBUTED = 0  # by a box of the whole
+    ROW = 1  # not at all: its image says how it is laid out
+    PART = 2  # not at all: it is row-major
+    VIEW = 3  # by strides of its own
+
+
+class _ImageForm(IntEnum):
+    """What a record has of an image."""
+
+    BOX = 0  # one box, in a stream
+    LAID_OUT = 1  # all elements, in an order that its strides say
+    ROW_MAJOR = 2  # all elements in row-major order
+
+
+# Whether a leaf of the same dtype size and shape is all that its image has. One that is not has to
+# be a view of an image of bytes.
+_IS_ALL = np.array(
+    [  # BOX  LAID_OUT  ROW_MAJOR
+        [True, True, True],  # DISTRIBUTED
+        [False, True, True],  # ROW
+        [False, False, True],  # PART
+        [False, False, False],  # VIEW
+    ]
+)
 
 
 def check_rows(record: Record, mode: Mode, sizes: Numbers, parts: Sequence[m.TensorLeaf]) -> None:
@@ -41,8 +68,8 @@ def check_rows(record: Record, mode: Mode, sizes: Numbers, parts: Sequence[m.Ten
     all_kinds = [*record.kinds, *table.found]
     measured = np.array([_measured(kind) for kind in all_kinds], np.int64).reshape(-1, 3)
     numel, items, reach = measured.T
-    needs = np.array(
-        [_needs(kind, n < len(record.kinds)) for n, kind in enumerate(all_kinds)], np.int64
+    forms = np.array(
+        [_form(kind, n < len(record.kinds)) for n, kind in enumerate(all_kinds)], np.int64
     )
     shapes, image_shapes = shape_numbers(all_kinds, record.image_kinds)
     columns = _rows_of(record, all_kinds)
@@ -51,25 +78,26 @@ def check_rows(record: Record, mode: Mode, sizes: Numbers, parts: Sequence[m.Ten
     check_column(images, len(kinds), record.images, "images of leaves")
 
     of_image = record.image_kind[images]
-    there = np.array([_there(kind, mode) for kind in record.image_kinds], np.int64)
-    whole = (shapes[kinds] == image_shapes[of_image]) & (needs[kinds] <= there[of_image])
-    whole &= offsets == 0
+    image_forms = np.array([_image_form(kind, mode) for kind in record.image_kinds], np.int64)
+    is_all = _IS_ALL[forms[kinds], image_forms[of_image]] & (offsets == 0)
+    is_all &= shapes[kinds] == image_shapes[of_image]
     ends = sizes[of_image]
-    views = np.flatnonzero(~whole)
+    views = np.flatnonzero(~is_all)
     if len(views):
         view_kinds, view_images, starts = kinds[views], of_image[views], offsets[views]
         ends[views] = starts + reach[view_kinds]
         is_bytes = np.array([_is_bytes(kind) for kind in record.image_kinds], bool)
-        inside = is_bytes[view_images] & (needs[view_kinds] != _BOX)
+        inside = is_bytes[view_images] & (forms[view_kinds] != _LeafForm.DISTRIBUTED)
         inside &= (ends[views] <= sizes[view_images]) & (starts % items[view_kinds] == 0)
-        for row in views[~inside][:1].tolist():
+        if not inside.all():
+            row = int(views[~inside][0])
             kind, image = all_kinds[int(kinds[row])], record.image_kinds[int(of_image[row])]
             raise ManifestError(
                 f"a leaf of {kind.dtype[:40]} and shape {kind.shape[:8]} at byte {offsets[row]} of "
                 f"image {images[row]}, which is {image.dtype[:40]} of shape {image.shape[:8]}"
             )
     if boxes and mode == "stream":
-        sharded = needs[kinds] == _BOX
+        sharded = forms[kinds] == _LeafForm.DISTRIBUTED
         _check_own_boxes(record, boxes, kinds[sharded], of_image[sharded])
 
     reached: Numbers = np.full(record.images, -1, np.int64)
@@ -77,9 +105,10 @@ def check_rows(record: Record, mode: Mode, sizes: Numbers, parts: Sequence[m.Ten
     short = reached != sizes[record.image_kind]
     if mode != "stream":  # there an image may have no leaf: torch's planners name tensors alone
         short &= reached >= 0
-    for image in np.flatnonzero(short)[:1].tolist():
-        most = sizes[record.image_kind[image]]
-        raise ManifestError(f"image {image} has {most} bytes, its leaves reach {reached[image]}")
+    if short.any():
+        number = int(np.flatnonzero(short)[0])
+        most = sizes[record.image_kind[number]]
+        raise ManifestError(f"image {number} has {most} bytes, its leaves reach {reached[number]}")
 
 
 def _check_kinds(record: Record) -> dict[int, set[bytes]]:
@@ -119,20 +148,21 @@ def _measured(kind: LeafKind) -> tuple[int, int, int]:
     return numel, size, min(extent(kind.shape, strides) * size, _TOO_MUCH)
 
 
-def _needs(kind: LeafKind, is_row: bool) -> int:
+def _form(kind: LeafKind, is_row: bool) -> _LeafForm:
     if kind.sharding >= 0:
-        return _BOX
+        return _LeafForm.DISTRIBUTED
     if kind.strides is not None:
-        return _NEVER
-    return _WHOLE if is_row else _ROW_MAJOR  # a part says its strides itself
+        return _LeafForm.VIEW
+    return _LeafForm.ROW if is_row else _LeafForm.PART
 
 
-def _there(kind: ImageKind, mode: Mode) -> int:
-    """The part of an image that a record has. At rest elements are row-major, whatever `strides`
-    say."""
+def _image_form(kind: ImageKind, mode: Mode) -> _ImageForm:
+    """At rest elements are row-major, whatever `strides` say."""
     if mode == "stream" and not kind.is_whole:
-        return _BOX
-    return _WHOLE if mode == "stream" and kind.strides is not None else _ROW_MAJOR
+        return _ImageForm.BOX
+    if mode == "stream" and kind.strides is not None:
+        return _ImageForm.LAID_OUT
+    return _ImageForm.ROW_MAJOR
 
 
 def _is_bytes(kind: ImageKind) -> bool:
@@ -182,9 +212,8 @@ def _check_own_boxes(
     record: Record, boxes: dict[int, set[bytes]], kinds: Numbers, images: Numbers
 ) -> None:
     """The box of a ShardedTensor on this rank is one of its boxes on all ranks."""
-    count = len(record.image_kinds)
-    for pair in np.unique(kinds * count + images).tolist():
-        number = record.kinds[pair // count].sharding
-        box = record.image_kinds[pair % count].boxes[0]
+    for kind, image in set(zip(kinds.tolist(), images.tolist(), strict=True)):
+        number = record.kinds[kind].sharding
+        box = record.image_kinds[image].boxes[0]
         if number in boxes and _encode(box) not in boxes[number]:
             raise ManifestError("a box of a ShardedTensor that no rank has")
