@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import NamedTuple
 
 import numpy as np
 from msgspec.structs import replace
@@ -20,11 +19,9 @@ WHOLE = 0  # in place of the number of a box
 NOTHING = m.ValueLeaf("plain", None)  # in the place of leaves that are not wanted
 
 
-class _ImageBox(NamedTuple):
-    """An image of the share: a recorded image, and the number of the box of it, or WHOLE."""
-
-    source: int
-    box: int
+# An image of the share: a recorded image, and the number of the box of it, or WHOLE. There are tens
+# of thousands of these, so they are plain pairs.
+_ImageBox = tuple[int, int]
 
 
 class ShareImages:
@@ -58,33 +55,27 @@ class ShareImages:
     def take(self, sources: Numbers, boxes: Numbers | int = WHOLE) -> Numbers:
         """The images of the share that are these boxes of these recorded images. New ones are
         numbered in the order of the record, as they lie at the source."""
-        boxes = np.broadcast_to(boxes, sources.shape)
-        wanted = [*map(_ImageBox, sources.tolist(), boxes.tolist())]
-        found: Numbers = np.empty(len(wanted), np.int64)
+        boxes, numbers = np.broadcast_to(boxes, sources.shape), self._numbers
+        wanted: list[_ImageBox] = [*zip(sources.tolist(), boxes.tolist(), strict=True)]
         for n in np.lexsort((boxes, sources)).tolist():
-            found[n] = self._numbers.setdefault(wanted[n], len(self._numbers))
-        return found
+            numbers.setdefault(wanted[n], len(numbers))
+        return np.array([numbers[one] for one in wanted], np.int64)
 
     def take_one(self, source: int, box: int = WHOLE) -> int:
         """`take` of one image."""
-        return self._numbers.setdefault(_ImageBox(source, box), len(self._numbers))
+        return self._numbers.setdefault((source, box), len(self._numbers))
 
     @property
     def sources(self) -> Numbers:
         """The recorded image of each."""
-        return np.array([one.source for one in self._numbers], np.int64)
+        return np.array([source for source, _ in self._numbers], np.int64)
 
     def kinds(self, table: KindTable) -> Numbers:
         """The kind of each, by number in a table."""
-        known: dict[tuple[int, int], int] = {}  # by kind of the source, and box
-        found = []
-        sources = self._record.image_kind[self.sources].tolist()
-        for kind, (_, box) in zip(sources, self._numbers, strict=True):
-            number = known.get((kind, box))
-            if number is None:
-                number = known[kind, box] = table.images.number(self._kind(kind, box))
-            found.append(number)
-        return np.array(found, np.int64)
+        kinds = self._record.image_kind[self.sources].tolist()
+        both = [*zip(kinds, (box for _, box in self._numbers), strict=True)]
+        made = {one: table.images.number(self._kind(*one)) for one in dict.fromkeys(both)}
+        return np.array([made[one] for one in both], np.int64)
 
     def _kind(self, number: int, box: int) -> ImageKind:
         kind = self._record.image_kinds[number]

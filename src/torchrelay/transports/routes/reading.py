@@ -1,7 +1,7 @@
 """The data phase of routes on which the receiver takes the bytes itself.
 
 A route says how one chunk, or many pieces, are read. This shares the reads out to a few threads,
-compares digests with those that the sender tells, and has read again what does not match.
+compares digests with those of the sender, and reads chunks again that do not match.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from functools import cached_property
 
 import torch
 
@@ -34,7 +33,9 @@ class ReadDone:
 
 
 class ReadingFetch(RouteFetch):
-    """Runs until every byte is in its place, and has the digest that the sender tells."""
+    """Runs until every piece is filled, and each chunk has the digest that the sender sends."""
+
+    _on_gpu: DeviceChunks  # the chunks that a GPU can hash where they land, from `get_ready` on
 
     def __init__(self, incoming: Incoming, *, verify: bool) -> None:
         self._incoming, self._talk = incoming, incoming.conversation
@@ -45,15 +46,10 @@ class ReadingFetch(RouteFetch):
         self._outstanding = 0
         self._mine: dict[int, bytes] = {}  # digests of what was read
         self._theirs: dict[int, bytes] = {}
-        self._untold: set[int] = set()  # chunks whose digests the sender was asked for
-
-    @cached_property
-    def _on_gpu(self) -> DeviceChunks:
-        """The chunks that a GPU can hash where they land."""
-        return self._incoming.on_gpu()
+        self._awaited: set[int] = set()  # chunks whose digests the sender was asked for
 
     def get_ready(self) -> None:
-        self._on_gpu  # noqa: B018
+        self._on_gpu = self._incoming.on_gpu()
 
     # For routes to implement
 
@@ -103,9 +99,9 @@ class ReadingFetch(RouteFetch):
 
     def _want(self, chunks: list[int]) -> None:
         """Ask the sender for digests."""
-        self._untold = set(chunks)
+        self._awaited = set(chunks)
         if chunks:
-            self._talk.send(Want(to_ranges(sorted(self._untold))))
+            self._talk.send(Want(to_ranges(sorted(self._awaited))))
 
     def _land(self, chunk: int, data: torch.Tensor) -> None:
         later = self._verify and chunk in self._on_gpu  # hashed where it has come to lie
@@ -138,7 +134,7 @@ class ReadingFetch(RouteFetch):
 
     def _wait(self) -> None:
         """Returns when everything that was asked for is here."""
-        while self._outstanding or self._untold:
+        while self._outstanding or self._awaited:
             event = self._talk.next("data")
             if isinstance(event, Exception):
                 raise self._lost(event)
@@ -151,7 +147,7 @@ class ReadingFetch(RouteFetch):
             elif isinstance(event, RouteNote):
                 self._hear(event.data)
             elif isinstance(event, Digests):
-                self._told(event.chunks, event.digests)
+                self._take_digests(event.chunks, event.digests)
             elif isinstance(event, Message):
                 raise self._talk.out_of_turn(event)
 
@@ -159,15 +155,15 @@ class ReadingFetch(RouteFetch):
         self.wire_bytes += nbytes
         self._progress.add(nbytes)
 
-    def _told(self, chunks: Iterable[int], digests: bytes) -> None:
+    def _take_digests(self, chunks: Iterable[int], digests: bytes) -> None:
         found = [digests[at : at + DIGEST_BYTES] for at in range(0, len(digests), DIGEST_BYTES)]
         some = list(chunks)
         if len(found) != len(some):
             raise self._wrong(f"{len(found)} digests for {len(some)} chunks")
-        if not self._untold.issuperset(some):
+        if not self._awaited.issuperset(some):
             raise self._wrong("digests that were not asked for")
         self._theirs.update(zip(some, found, strict=True))
-        self._untold.difference_update(some)
+        self._awaited.difference_update(some)
 
     def _wrong(self, message: str) -> RemoteProtocolError:
         """The error for what the sender must not say."""
