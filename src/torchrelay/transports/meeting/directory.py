@@ -10,6 +10,7 @@ import time
 from base64 import urlsafe_b64decode, urlsafe_b64encode
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from typing import Annotated, Any
 
 import msgspec
@@ -111,8 +112,9 @@ class Directory:
         """The address that was found did not work: look it up again next time."""
 
 
-def _wait_until(found: Callable[[], bool], rank: int, deadline: Deadline) -> None:
-    """Look again and again; `TransferTimeoutError` if it is not so by the deadline."""
+def _wait_until(found: Callable[[], bool], rank: int, deadline: Deadline, waiting: int) -> None:
+    """Look again and again; `TransferTimeoutError` if it is not so by the deadline. `waiting`: how
+    many ranks may do so at once."""
     begun = time.monotonic()
     while not found():
         if deadline.passed:
@@ -121,7 +123,7 @@ def _wait_until(found: Callable[[], bool], rank: int, deadline: Deadline) -> Non
                 "s (a sender that uses torch's PGTransport is received with "
                 "torchrelay.dropin.PGTransport)"
             )
-        time.sleep(min(pause_after(time.monotonic() - begun), deadline.left()))
+        time.sleep(min(pause_after(time.monotonic() - begun, waiting), deadline.left()))
 
 
 class StoreDirectory(Directory):
@@ -168,7 +170,8 @@ class StoreDirectory(Directory):
             try:
                 with inside_backend():
                     # Not by the store's own wait, which keeps all other users of it waiting.
-                    _wait_until(lambda: bool(self._store.check([key])), rank, deadline)
+                    is_there = partial(self._store.check, [key])
+                    _wait_until(is_there, rank, deadline, waiting=self._size)
                     published = bytes(self._store.get(key))
                     self._count(0)
                     answers.append(published)
