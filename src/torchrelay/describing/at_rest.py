@@ -59,14 +59,14 @@ def _described(found: Description) -> Described:
     """Images are in the order of the state."""
     owners = found.owners
     order = np.argsort(owners, kind="stable")
-    place = np.empty(len(order), np.intp)
-    place[order] = np.arange(len(order))
+    numbers = np.empty(len(order), np.intp)
+    numbers[order] = np.arange(len(order))
     by_leaf: dict[int, Path] = {}
     for path, leaf in slots(found.flat.tree):
         by_leaf.setdefault(leaf, path)
     paths = [by_leaf[leaf] for leaf in owners[order].tolist()]
-    names, given = _names(paths)
-    record = found.record(place, names=given)
+    names, named = _names(paths)
+    record = found.record(numbers, names=named)
     outline = record.outlines[0]
     for leaf, other in zip(outline.other_leaves.tolist(), outline.others, strict=True):
         if isinstance(other, m.SubclassLeaf) and any(distributed_parts(other)):
@@ -81,7 +81,7 @@ def _described(found: Description) -> Described:
 def _names(paths: Iterable[Path]) -> tuple[list[str], tuple[tuple[int, str], ...]]:
     """The names of images, and those that are not the path of their first leaf."""
     found: dict[str, None] = {}
-    given = []
+    named = []
     for image, path in enumerate(paths):
         base = name = dotted(path)
         count = 0
@@ -90,8 +90,8 @@ def _names(paths: Iterable[Path]) -> tuple[list[str], tuple[tuple[int, str], ...
             name = f"{base}.{count}"
         found[name] = None
         if count:
-            given.append((image, name))
-    return list(found), tuple(given)
+            named.append((image, name))
+    return list(found), tuple(named)
 
 
 def _plain_tensors(found: Description) -> list[torch.Tensor]:

@@ -1,4 +1,4 @@
-"""A state taken apart: plain tensors as pieces of memory, and all other leaves one by one.
+"""A state described: plain tensors as pieces of memory, and all other leaves one by one.
 
 Everything that describes a live state begins here: the record of what is sent (`state_plan`), the
 outline with its named tensors (`at_rest`), and the layout of a destination.
@@ -101,20 +101,20 @@ class Description:
         tensor: Any = self.flat.leaves[leaf]
         return tie_of(tensor) or leaf
 
-    def record(self, place: Indices, **fields: Any) -> Record:
-        """The record of the state, with each image at its `place`."""
+    def record(self, numbers: Indices, **fields: Any) -> Record:
+        """The record of the state, with these `numbers` of images."""
         kinds, plain, found = KindTable(), self.plain, OutlineBuilder()
         count, first = len(plain), len(plain) + len(self.wholes)
         leaf_kinds, image_kinds = self._plain_kinds(kinds)
         zeros = np.zeros(count, np.int64)
-        found.add_rows(TensorRows(plain.leaves, leaf_kinds, place[:count], zeros))
-        rows, others = self._leaf_images.rows_and_others(kinds, place[first:].tolist())
+        found.add_rows(TensorRows(plain.leaves, leaf_kinds, numbers[:count], zeros))
+        rows, others = self._leaf_images.rows_and_others(kinds, numbers[first:].tolist())
         for leaf, other in others.items():
             found.add(leaf, other)
         for leaf, image in self._whole_images.items():
             kind = self.sharded.kinds[self.sharded.numbers[leaf]]
             if image >= 0:
-                rows.append((leaf, kind.number_in(kinds), int(place[count + image]), 0))
+                rows.append((leaf, kind.number_in(kinds), int(numbers[count + image]), 0))
             else:
                 meta = leaf in self.sharded.locals and self.sharded.locals[leaf].is_meta
                 found.add(leaf, kind.without_bytes(m.META if meta else 0))
@@ -122,8 +122,8 @@ class Description:
             found.add_rows(TensorRows(*np.array(rows, np.int64).T))
         more = [self.sharded.kinds[self.sharded.numbers[leaf]].image for leaf in self.wholes]
         more += [image.kind for image in self.images]
-        kind_of: Numbers = np.empty(len(place), np.int64)
-        kind_of[place] = np.append(image_kinds, kinds.images.numbers(map(self._stored, more)))
+        kind_of: Numbers = np.empty(len(numbers), np.int64)
+        kind_of[numbers] = np.append(image_kinds, kinds.images.numbers(map(self._stored, more)))
         outline = found.build(self.flat.tree, len(self.flat.leaves))
         return kinds.record((outline,), kind_of, **fields)
 

@@ -107,9 +107,9 @@ class PlainTensors:
     def lie_in_place(self, tensors: Sequence[Any]) -> bool:
         """Whether the tensors, which are those looked at or like them, lie where they did, and
         their storages have all of them."""
-        now, at, held = _memory_of(tensors)
+        now, at, storage_bytes = _memory_of(tensors)
         same = now == list(self.addresses.tolist())
-        return same and _reach(self.kinds, self.kind_of, now, at, held)
+        return same and _reach(self.kinds, self.kind_of, now, at, storage_bytes)
 
     def some(self, keep: Marks) -> PlainTensors:
         """Only the tensors that are marked in `keep`."""
@@ -139,9 +139,9 @@ def find_plain(leaves: Sequence[object], *, sent: bool = True) -> PlainTensors:
     for some in blocks(tensors):
         kept: Sequence[Any] = some
         try:
-            where, at, held = _memory_of(some)
+            where, at, storage_bytes = _memory_of(some)
             found = kinds.of_block(some) if min(where) else None
-            if found is not None and not _reach(kinds.found, found, where, at, held):
+            if found is not None and not _reach(kinds.found, found, where, at, storage_bytes):
                 found = None
         except RuntimeError:  # there is a tensor that does not show its memory
             found = None
@@ -179,15 +179,15 @@ def _reach(
     numbers: Numbers,
     where: Sequence[int],
     at: Column,
-    held: Column,
+    storage_bytes: Column,
 ) -> bool:
-    """Whether storages, which have an address and `held` bytes each, have all elements of the
+    """Whether storages, which have an address and `storage_bytes` each, have all elements of the
     tensors of these kinds."""
     facts = np.array([(kind.itemsize, kind.nbytes) for kind in kinds], np.uint64).reshape(-1, 2)
     sizes, nbytes = facts[numbers].T
     begin: Column = at * sizes
     low: Column = np.array(where, np.uint64)
-    return bool((begin + nbytes <= held).all() and (low != begin).all())
+    return bool((begin + nbytes <= storage_bytes).all() and (low != begin).all())
 
 
 class _KindNumbers:

@@ -281,7 +281,7 @@ class Stream:
         """Copy the buffer `data`, on the host or a device, to bytes [start, stop). `copy` is as for
         `read`."""
         if self.host.reaches(start, stop):
-            near = data.cpu()
-            self.host.scatter(start, stop, near.data_ptr(), copy)
+            here = data.cpu()
+            self.host.scatter(start, stop, here.data_ptr(), copy)
         for low, high, at, region in self.pieces(start, stop):
             region.write(low - at, high - at, data[low - start :])

@@ -230,7 +230,6 @@ class PlainLayout:
         shared = reaching(plain.addresses, plain.addresses + plain.nbytes)
         # Tensors that share no memory with each other.
         self.plain: PlainTensors = plain.some(~shared) if shared.any() else plain
-        self.plain.gpus  # noqa: B018  # asked for while there is time
 
     @cached_property
     def kinds(self) -> Numbers:

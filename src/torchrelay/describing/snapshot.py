@@ -75,9 +75,9 @@ class Snapshot(Sendable):
     """
 
     def __init__(self, found: Description, planned: StatePlan) -> None:
-        self.record, self.chunks, place = planned
+        self.record, self.chunks, numbers = planned
         self.step, self.devices = self.record.step, self.record.used_devices
-        self._found, self._place = found, place
+        self._found, self._image_numbers = found, numbers
         self._plain = found.plain.of(found.locals)
         self._versions = found.plain.versions, self._other_versions()
         self.stream = self._memory()
@@ -88,14 +88,14 @@ class Snapshot(Sendable):
 
     def _memory(self) -> Stream:
         """The bytes, as they lie in memory now."""
-        plain, starts = self._found.plain, self.chunks.places[self._place]
+        plain, starts = self._found.plain, self.chunks.places[self._image_numbers]
         count = len(plain)
         pieces = Pieces(
             starts[:count],
             plain.addresses,
             plain.nbytes,
             plain.gpus,
-            self._place[:count],
+            self._image_numbers[:count],
             np.arange(count),
             self._plain,
         ).in_order()
@@ -110,18 +110,18 @@ class Snapshot(Sendable):
         plain = self._found.plain
         others = [image.region.address for image in self._found.images]
         found: Numbers = np.zeros(self.record.images, np.int64)
-        found[self._place[: len(plain)]] = np.where(plain.on_host, plain.addresses, 0)
-        found[self._place[len(plain) :]] = others
+        found[self._image_numbers[: len(plain)]] = np.where(plain.on_host, plain.addresses, 0)
+        found[self._image_numbers[len(plain) :]] = others
         return found
 
     @cached_property
-    def _numbers(self) -> Indices:
+    def _described_as(self) -> Indices:
         """By image of the record, its number in the description."""
-        return np.argsort(self._place)
+        return np.argsort(self._image_numbers)
 
     def tensor(self, image: int) -> torch.Tensor:
         """The tensor whose elements an image has; of an image of bytes, their memory."""
-        number = int(self._numbers[image])
+        number = int(self._described_as[image])
         if number >= len(self._plain):
             return self._found.images[number - len(self._plain)].region.keep
         found: torch.Tensor = self._plain[number]
@@ -129,7 +129,7 @@ class Snapshot(Sendable):
 
     def region(self, image: int) -> Region:
         """The bytes of an image, as they lie."""
-        number = int(self._numbers[image]) - len(self._plain)
+        number = int(self._described_as[image]) - len(self._plain)
         return (
             Region.row_major(self.tensor(image))
             if number < 0

@@ -15,25 +15,25 @@ from torchrelay.record.schema import ON_HOST, Record, VolumeRecord, column_of
 
 
 class StatePlan(NamedTuple):
-    """The `record` of a state, its `chunks`, and the position in the stream of each image of the
-    description (`place`)."""
+    """The `record` of a state, its `chunks`, and the number in the record of each image of the
+    description."""
 
     record: Record
     chunks: cutting.Chunks
-    place: Indices
+    numbers: Indices
 
     @classmethod
     def build(
         cls, found: Description, step: int | None, receivers: int, chunk_bytes: int | None
     ) -> StatePlan:
         devices, device = _devices(found)
-        place, storage_of = _order(found, device)
+        numbers, storage_of = _order(found, device)
         device_of: Numbers | None = None
         if device is not None:
-            device_of = np.empty(len(place), np.int64)
-            device_of[place] = device
+            device_of = np.empty(len(numbers), np.int64)
+            device_of[numbers] = device
         record = found.record(
-            place,
+            numbers,
             step=step,
             devices=devices,
             device_of=None if device_of is None else column_of(device_of),
@@ -47,7 +47,7 @@ class StatePlan(NamedTuple):
         used = None if device_of is None else device_of[sizes > 0]
         cuts = cutting.cut(sizes[sizes > 0], chunk_bytes, used)
         volume = VolumeRecord("", total, cuts=np.array(cuts, np.int64) if cuts else None)
-        return cls(replace(record, volumes=(volume,)), cutting.Chunks(sizes, cuts), place)
+        return cls(replace(record, volumes=(volume,)), cutting.Chunks(sizes, cuts), numbers)
 
 
 def _order(found: Description, devices: Numbers | None) -> tuple[Indices, Indices | None]:

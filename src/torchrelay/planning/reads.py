@@ -111,7 +111,7 @@ def stored_reads(record: Record, share: RankShare) -> BoxReads:
     for images in equal_rows(np.stack(kinds, axis=1)):
         there, here = (int(kind[images[0]]) for kind in kinds)
         first = record.first_boxes[share.sources[images]]
-        for number in record.image_kinds[there].near(wanted.image_kinds[here].boxes[0]):
+        for number in record.image_kinds[there].candidates(wanted.image_kinds[here].boxes[0]):
             box = record.image_kinds[there].boxes[number]
             overlap = Overlap.of(wanted.image_kinds[here], box, None)
             if overlap is not None:

@@ -49,11 +49,11 @@ def identities(keys: Iterable[Key]) -> list[str | bytes]:
     if len(set(found)) == len(found):
         return found
     counts: dict[str | bytes, int] = {}
-    for place, one in enumerate(found):
+    for number, one in enumerate(found):
         count = counts[one] = counts.get(one, -1) + 1
         if count:
             text = one if isinstance(one, bytes) else one.encode("utf-8", "surrogatepass")
-            found[place] = b"again%d:%b" % (count, text)
+            found[number] = b"again%d:%b" % (count, text)
     return found
 
 

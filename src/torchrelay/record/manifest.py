@@ -138,7 +138,7 @@ class Placement(_Record, frozen=True):
 
 
 class DTensorLeaf(_Record, tag="D", frozen=True):
-    """One rank's part of a DTensor. `coordinate` is the sender's place in the mesh."""
+    """One rank's part of a DTensor. `coordinate` is the sender's position in the mesh."""
 
     local: TensorLeaf
     mesh: Mesh

@@ -45,7 +45,7 @@ def ranks_of(mesh: m.Mesh) -> tuple[int, ...]:
 
 
 def coordinate_of(mesh: m.Mesh, rank: int) -> tuple[int, ...] | None:
-    """The place of a rank in a mesh that is valid, if it is in it."""
+    """The coordinate of a rank in a mesh that is valid, if it is in it."""
     found = [0] * len(mesh.shape)
     if mesh.strides:
         left, strides = rank - mesh.ranks[0], mesh.strides
@@ -61,7 +61,7 @@ def coordinate_of(mesh: m.Mesh, rank: int) -> tuple[int, ...] | None:
 
 
 def _reach(mesh: m.Mesh) -> int | None:
-    """By how much strides take the last place's rank above that of the first; None where two places
+    """By how much strides take the last rank above that of the first; None where two positions
     have one rank. Each stride is past all that lesser ones reach."""
     reach = 0
     for stride, size in sorted(zip(mesh.strides, mesh.shape, strict=True)):
@@ -73,7 +73,7 @@ def _reach(mesh: m.Mesh) -> int | None:
 
 
 def check_mesh(mesh: m.Mesh) -> None:
-    """Raise `ManifestError` unless each place in a mesh has a rank of its own."""
+    """Raise `ManifestError` unless each position in a mesh has a rank of its own."""
     if mesh.names is not None and len(mesh.names) != len(mesh.shape):
         raise ManifestError("the names of a mesh do not fit its shape")
     if mesh.strides:

@@ -152,7 +152,7 @@ class ImageKind(msgspec.Struct, array_like=True, frozen=True, dict=True):
         found: Numbers = self.columns[1].prod(1) * itemsize(self.dtype)
         return found
 
-    def near(self, box: Bounds) -> Sequence[int]:
+    def candidates(self, box: Bounds) -> Sequence[int]:
         """The boxes that may have elements of this one, which a destination wants: where there are
         many, most have none."""
         if self.count <= _FEW:

@@ -63,8 +63,8 @@ def _cuts_of(spec: Any) -> dict[int, MeshCut] | None:
 
 
 def _explicit_order(spec: Any) -> list[int] | None:
-    """The mesh dimensions in the order in which they cut the tensor, where the spec has it apart
-    from the placements. With strided shards it is in these, unless the spec says that it is not."""
+    """The mesh dimensions in the order in which they cut the tensor, where the spec has one that is
+    separate from the placements. With strided shards it is in these, unless the spec says not."""
     order = getattr(spec, "shard_order", None)
     strided = any(t.placement_record(one).kind == "strided" for one in spec.placements)
     if order is None or getattr(spec, "use_strided_shard_as_shard_order", strided):

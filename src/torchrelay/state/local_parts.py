@@ -87,15 +87,15 @@ def tie_of(tensor: torch.Tensor) -> object:
     storage tells that they are one: all ranks must find the same ties.
     """
     if isinstance(tensor, BoxedTensor) and tensor.own is not None:
-        places = [(one.data_ptr(), one.stride()) for one in tensor.locals_]
+        addresses = [(one.data_ptr(), one.stride()) for one in tensor.locals_]
         facts = tensor.own.device, tensor.dtype, t.lazy_bits(tensor.own)
-        return (facts, tuple(tensor.shape), tensor.boxes, tuple(places)) if places else None
+        return (facts, tuple(tensor.shape), tensor.boxes, tuple(addresses)) if addresses else None
     if not t.is_dtensor(tensor):
         return None
     local, spec = t.dtensor_parts(tensor)
-    place = (local.device, local.data_ptr()) if local.numel() else t.storage_id(local)
+    where = (local.device, local.data_ptr()) if local.numel() else t.storage_id(local)
     geometry = local.dtype, local.shape, local.stride(), local.storage_offset()
-    return place, geometry, tuple(tensor.shape), spec.mesh, spec.placements
+    return where, geometry, tuple(tensor.shape), spec.mesh, spec.placements
 
 
 def cut(tensor: torch.Tensor, offsets: tuple[int, ...], sizes: tuple[int, ...]) -> torch.Tensor:

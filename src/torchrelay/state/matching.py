@@ -47,29 +47,29 @@ class Matched:
         return [(index, path, index) for path, index in slots(self.tree, leaves)]
 
 
-class Lone(NamedTuple):
-    """A part that only one side has: a node, or the items at some places of one."""
+class Unmatched(NamedTuple):
+    """A part that only one side has: a node, or some items of one, by index."""
 
     path: Path
     node: m.Node
-    places: Sequence[int] | None = None
+    indices: Sequence[int] | None = None
 
     def ends(self) -> Iterator[tuple[Path, m.Node]]:
         """Each leaf there, and each container that holds nothing."""
-        if self.places is None:
+        if self.indices is None:
             yield from _ends(self.path, self.node)
             return
-        for place in self.places:
-            path = (*self.path, key_of(self.node, place))
-            yield from _ends(path, items_of(self.node)[place])
+        for index in self.indices:
+            path = (*self.path, key_of(self.node, index))
+            yield from _ends(path, items_of(self.node)[index])
 
 
 def _ends(path: Path, node: m.Node) -> Iterator[tuple[Path, m.Node]]:
     items = items_of(node)
     if not items:
         yield path, node
-    for place, item in enumerate(items):
-        yield from _ends((*path, key_of(node, place)), item)
+    for index, item in enumerate(items):
+        yield from _ends((*path, key_of(node, index)), item)
 
 
 class Difference(NamedTuple):
@@ -85,8 +85,8 @@ class Comparison:
 
     def __init__(self, offered: m.Node, here: m.Node) -> None:
         self.pairs: list[Pair] = []
-        self.missing: list[Lone] = []  # offered, not here
-        self.extra: list[Lone] = []
+        self.missing: list[Unmatched] = []  # offered, not here
+        self.extra: list[Unmatched] = []
         self.kinds: list[Difference] = []
         self._compare(offered, here, ())
 
@@ -94,8 +94,8 @@ class Comparison:
         if isinstance(offered, int) and isinstance(here, int):
             self.pairs.append((offered, path, here))
         elif isinstance(offered, int) or isinstance(here, int):
-            self.missing.append(Lone(path, offered))
-            self.extra.append(Lone(path, here))
+            self.missing.append(Unmatched(path, offered))
+            self.extra.append(Unmatched(path, here))
         else:
             kinds = _kind(offered), _kind(here)
             if kinds[0] != kinds[1]:
@@ -107,18 +107,18 @@ class Comparison:
         find = finder(offered)
         taken = bytearray(len(theirs))
         lacking = array("q")
-        for place, name in enumerate(names_of(here)):
+        for index, name in enumerate(names_of(here)):
             there = find(name)
             if there is None:
-                lacking.append(place)
+                lacking.append(index)
                 continue
             taken[there] = 1
-            self._compare(theirs[there], ours[place], (*path, key_of(here, place)))
+            self._compare(theirs[there], ours[index], (*path, key_of(here, index)))
         if lacking:
-            self.extra.append(Lone(path, here, lacking))
+            self.extra.append(Unmatched(path, here, lacking))
         if not all(taken):
-            left = array("q", (place for place, mark in enumerate(taken) if not mark))
-            self.missing.append(Lone(path, offered, left))
+            left = array("q", (index for index, mark in enumerate(taken) if not mark))
+            self.missing.append(Unmatched(path, offered, left))
 
 
 def _kind(node: m.Node) -> str:
@@ -133,8 +133,8 @@ def _kind(node: m.Node) -> str:
     return f"a {node.kind}" if isinstance(node, m.SequenceNode) else "a leaf"
 
 
-def ends_of(lone: Iterable[Lone]) -> Iterator[tuple[Path, m.Node]]:
-    return (end for one in lone for end in one.ends())
+def ends_of(unmatched: Iterable[Unmatched]) -> Iterator[tuple[Path, m.Node]]:
+    return (end for one in unmatched for end in one.ends())
 
 
 def refuse_differences(

@@ -117,7 +117,7 @@ def check_boxes(boxes: tuple[m.Box, ...], shape: tuple[int, ...]) -> None:
 
 def _check_subclass(leaf: m.SubclassLeaf) -> None:
     if len(leaf.attributes) != len(leaf.parts):
-        raise ManifestError(f"subclass {leaf.name[:40]!r} with odd parts")
+        raise ManifestError(f"subclass {leaf.name[:40]!r} with other parts than attributes")
     if not all(name.isidentifier() for name in leaf.attributes):
         raise ManifestError("attributes are identifiers")
 

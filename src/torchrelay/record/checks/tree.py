@@ -86,7 +86,7 @@ def _check_fields(node: m.NamedTupleNode) -> None:
     names = [*_spoken([node.name.lstrip("_")])]  # a class may be private, a field may not
     names += [name for place, name in enumerate(fields) if name != f"_{place}"]
     if len(fields) != len(node.items) or len(set(fields)) != len(fields):
-        raise ManifestError(f"namedtuple {node.name[:40]!r} with odd fields")
+        raise ManifestError(f"namedtuple {node.name[:40]!r} with other fields than items")
     if not all(map(_is_name, names)):
         raise ManifestError("a namedtuple's names are identifiers")
 
