@@ -90,7 +90,7 @@ def check_set(hashes: Hashes, items: Sequence[int] | None = None) -> None:
 
 
 class _Budget:
-    """The tries of one dict: `TRIES` for each key, of which those after the first `FREE_TRIES` also
+    """The tries of one dict: `TRIES` for each key. Those after the first `FREE_TRIES` of each also
     count for the record."""
 
     def __init__(self, keys: int, more: MoreTries | None = None) -> None:
