@@ -194,7 +194,7 @@ def test_a_comparison_that_takes_too_long_is_given_up(monkeypatch: pytest.Monkey
 
 def test_nothing_is_compared_until_somebody_reads_parts() -> None:
     published, drift = Published(4), drifting(8)
-    published.history._asked = None
+    published.history._requested = None
     published.add("a", next(drift))
     published.add("b", next(drift))
     assert published.history.facts()["steps"] == []

@@ -17,19 +17,19 @@ PIECE = 8 << 20  # bytes that are read at once, in whole chunks
 WORKERS = 4
 
 
-def copy_step(held: RemoteStep | OpenedStep, target: Store, progress: ProgressCallback) -> None:
+def copy_step(source: RemoteStep | OpenedStep, target: Store, progress: ProgressCallback) -> None:
     """Write a step to a store, whole or not at all; `StepExistsError` if it is there."""
-    record = held.record
+    record = source.record
     assert record.step is not None
     draft = target.draft(record.step, new_token())
     bar = Bar(progress, record.volume_bytes)
-    if not held.files.trusted:  # else its reads are checked as they come
-        check_chunks(held.files, record)
+    if not source.files.trusted:  # else its reads are checked as they come
+        check_chunks(source.files, record)
     try:
         draft.begin()
         for index in range(len(record.volumes)):
-            _copy_file(held, index, draft, bar)
-        draft.commit(held.files.manifest())
+            _copy_file(source, index, draft, bar)
+        draft.commit(source.files.manifest())
     except FileExistsError:
         raise StepExistsError(
             f"step {record.step} is in {target.url} already: take another place, or rm it first",
@@ -45,15 +45,15 @@ def copy_step(held: RemoteStep | OpenedStep, target: Store, progress: ProgressCa
         raise
 
 
-def _copy_file(held: RemoteStep | OpenedStep, index: int, draft: Draft, bar: Bar) -> None:
-    file: VolumeRecord = held.record.volumes[index]
-    reader = opened(held.files, held.record, index, once=True)
+def _copy_file(source: RemoteStep | OpenedStep, index: int, draft: Draft, bar: Bar) -> None:
+    file: VolumeRecord = source.record.volumes[index]
+    reader = opened(source.files, source.record, index, once=True)
     sink: Sink = draft.open(file.name, file.nbytes)
     size = max(1, PIECE // file.chunk_bytes) * file.chunk_bytes
 
     def copy(start: int) -> None:
         data = bytearray(min(size, file.nbytes - start))
-        with reading(held.files, held.record, Task(index, start, start + len(data))):
+        with reading(source.files, source.record, Task(index, start, start + len(data))):
             reader.read_into(start, memoryview(data))
         sink.write(start, data)
         bar.add(len(data))

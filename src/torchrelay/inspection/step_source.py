@@ -30,42 +30,42 @@ class StepSource:
     """Implements `OpenedState` on an open step, of a store or of endpoints, which it closes;
     `ended` is called then."""
 
-    def __init__(self, name: str, held: Opened, ended: Callable[[], None] = lambda: None) -> None:
+    def __init__(self, name: str, step: Opened, ended: Callable[[], None] = lambda: None) -> None:
         self.name = name
-        self._held = held
+        self._step = step
         self._ended = ended
         # By volume, the newest at the end: where the bytes that were checked last begin, and they.
         self._windows: dict[int, tuple[int, memoryview]] = {}
         try:
-            self.contents = contents_of(held.record)
+            self.contents = contents_of(step.record)
         except BaseException:
-            held.close()
+            step.close()
             raise
 
     def read_into(self, volume: int, start: int, view: memoryview) -> None:
         """See `StateReader`. The chunks that have these bytes are read whole and checked."""
         first, data = self._windows.pop(volume, (0, memoryview(b"")))
         if not first <= start <= start + view.nbytes <= first + data.nbytes:
-            record = self._held.record
+            record = self._step.record
             file = record.volumes[volume]
             first = start // file.chunk_bytes * file.chunk_bytes
             last = -(-(start + view.nbytes) // file.chunk_bytes) * file.chunk_bytes
             task = Task(volume, first, min(last, file.nbytes))
-            data = read_chunks(self._held.files, record, task)
+            data = read_chunks(self._step.files, record, task)
         self._windows[volume] = first, data
-        kept = sum(one.nbytes for _, one in self._windows.values())
-        while kept > WINDOWS_BYTES and len(self._windows) > 1:
-            kept -= self._windows.pop(next(iter(self._windows)))[1].nbytes
+        nbytes = sum(one.nbytes for _, one in self._windows.values())
+        while nbytes > WINDOWS_BYTES and len(self._windows) > 1:
+            nbytes -= self._windows.pop(next(iter(self._windows)))[1].nbytes
         view[:] = data[start - first : start - first + view.nbytes]
 
     def verify(self, progress: ProgressCallback) -> str:
-        record = self._held.record
-        check_chunks(self._held.files, record, Bar(progress, record.volume_bytes).add)
+        record = self._step.record
+        check_chunks(self._step.files, record, Bar(progress, record.volume_bytes).add)
         return ""
 
     def close(self) -> None:
         self._windows.clear()
-        self._held.close()
+        self._step.close()
         self._ended()
 
 

@@ -281,9 +281,9 @@ def _joined(rows: np.ndarray[Any, np.dtype[np.int64]]) -> PartRuns:
     )
     first = np.flatnonzero(~follows)
     sizes = np.add.reduceat(nbytes, first) if len(first) else nbytes
-    kept = [column[first] for column in (starts, strides, counts, itemsizes)]
-    stride = np.where(kept[2] == 1, sizes, kept[1])
-    return PartRuns(kept[0], sizes, stride, kept[2], kept[3])
+    chosen = [column[first] for column in (starts, strides, counts, itemsizes)]
+    stride = np.where(chosen[2] == 1, sizes, chosen[1])
+    return PartRuns(chosen[0], sizes, stride, chosen[2], chosen[3])
 
 
 def _rows(memory: Bytes, start: int, nbytes: int, stride: int, count: int) -> Bytes:

@@ -191,8 +191,8 @@ class Pipeline:
                     for file, start, stop, at in placed
                 ]
                 stage(copies, self._arena.tensor, threads=workers)
-                filled = [(f, a, b, base + at) for f, a, b, at in placed]
-                write = partial(self._write, filled, self._writes[-1:])
+                in_arena = [(f, a, b, base + at) for f, a, b, at in placed]
+                write = partial(self._write, in_arena, self._writes[-1:])
                 self._writes.append(threads.run_anyway(write, "save"))
         except BaseException as fault:
             self._fault = self._fault or fault

@@ -48,16 +48,16 @@ class Retry:
 
     def __call__(self, act: Callable[[], Result]) -> Result:
         pause, longest = _PAUSES
-        told = False
+        logged = False
         while True:
             try:
                 return act()
             except OSError as fault:
                 if is_wrong(fault) or fault.errno in _REFUSED or self._left() <= pause:
                     raise
-                if not told:
+                if not logged:
                     logger.warning("cannot be read, and is tried again: %s", fault)
-                told = True
+                logged = True
             time.sleep(pause)
             pause = min(2 * pause, longest)
 

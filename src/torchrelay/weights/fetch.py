@@ -28,7 +28,7 @@ from torchrelay.parts.stream import HEAD_BYTES, MAGIC, WHOLE, ChunkHead, decode
 from torchrelay.sources.connection import HostConnection
 from torchrelay.sources.remote_step import SUPPLY_FAULTS, RemoteStep, Supplier
 from torchrelay.weights.mirror import Mirror
-from torchrelay.weights.record_check import Given, RecordCheck
+from torchrelay.weights.record_check import ReceivedBytes, RecordCheck
 
 STREAMS = 8  # at once, each of another server
 
@@ -57,7 +57,7 @@ class PartFetch:
         self._step, self._mirror, self._suppliers = step, mirror, step.suppliers
         self._files = {file.name: file for file in step.record.volumes}
         self._wrong: set[Supplier] = set()  # those that sent wrong bytes once
-        self._given: dict[str, list[Given]] = {name: [] for name in mirror.volumes}
+        self._received: dict[str, list[ReceivedBytes]] = {name: [] for name in mirror.volumes}
 
     def run(self) -> None:
         """Returns when every byte has come and was verified. `PeerLostError` names the servers that
@@ -78,7 +78,7 @@ class PartFetch:
             groups = self._by_supplier(todo)
             left = ThreadPool(STREAMS).each(lambda group: self._fetch(*group), groups)
             todo = [piece for some in left for piece in some]
-        RecordCheck(self._step, self._mirror, self._given).run(list(changed))
+        RecordCheck(self._step, self._mirror, self._received).run(list(changed))
         for name, volume in changed.items():
             volume.hold(self._step.snapshot, self._files[name])
 
@@ -125,7 +125,7 @@ class PartFetch:
                 piece.runs.pack(np.frombuffer(memory, np.uint8), 0, piece.runs.total, packed)
                 left.remove(piece)
                 end = piece.at + piece.runs.total
-                self._given[piece.name].append(Given(piece.at, end, supplier))
+                self._received[piece.name].append(ReceivedBytes(piece.at, end, supplier))
                 yield piece.runs.total
         if left:
             yield from self._streamed(supplier, left)
@@ -145,8 +145,8 @@ class PartFetch:
                     left[0] = piece._replace(base=None, done=begin)
                     before = stream.nbytes
                     _receive(stream, packed[begin:end], itemsize, buffer)
-                    given = Given(piece.at + begin, piece.at + end, supplier)
-                    self._given[piece.name].append(given)
+                    received = ReceivedBytes(piece.at + begin, piece.at + end, supplier)
+                    self._received[piece.name].append(received)
                     yield stream.nbytes - before
                 left.pop(0)
 

@@ -63,10 +63,10 @@ class Mirror:
             boxes.setdefault(box.name, []).append(box[1:])
         layouts = layouts_of(record)
         runs = {name: runs_of(some, layouts[name].nbytes) for name, some in boxes.items()}
-        kept = self.volumes
+        before = self.volumes
         self.volumes = {}
         for name, one in runs.items():
-            found = kept.pop(name, None)
+            found = before.pop(name, None)
             if found is None or not found.is_of(one, layouts[name]):
                 found = None  # its memory is free before more is taken
                 found = MirrorVolume(one, boxes[name], layouts[name])

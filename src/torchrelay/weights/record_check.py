@@ -30,7 +30,7 @@ from torchrelay.stores.writer.file_writer import WORKERS
 from torchrelay.weights.mirror import Mirror
 
 
-class Given(NamedTuple):
+class ReceivedBytes(NamedTuple):
     """Packed bytes [begin, end) of a volume, and who gave them."""
 
     begin: int
@@ -39,12 +39,12 @@ class Given(NamedTuple):
 
 
 class RecordCheck:
-    """Of what an update has fetched. `given`: by volume."""
+    """Of what an update has fetched. `received`: by volume."""
 
     def __init__(
-        self, step: RemoteStep, mirror: Mirror, given: Mapping[str, Sequence[Given]]
+        self, step: RemoteStep, mirror: Mirror, received: Mapping[str, Sequence[ReceivedBytes]]
     ) -> None:
-        self._step, self._mirror, self._given = step, mirror, given
+        self._step, self._mirror, self._received = step, mirror, received
         self._suppliers = step.suppliers
         self._files = {file.name: file for file in step.record.volumes}
 
@@ -85,7 +85,7 @@ class RecordCheck:
             wanted = np.ascontiguousarray(run.of_volume(right, start)).reshape(-1)
             here = volume.packed[run.at : run.at + len(wanted)]
             differs = here != wanted
-            for begin, end, supplier in self._given[name]:
+            for begin, end, supplier in self._received[name]:
                 if differs[max(begin - run.at, 0) : max(end - run.at, 0)].any():
                     liars.add(supplier)
             here[...] = wanted
@@ -98,7 +98,7 @@ class RecordCheck:
     def _is_confirmed(self, name: str) -> bool:
         """Whether another server has the same bytes of a volume. Where it has others, the record
         decides."""
-        givers = {one.supplier for one in self._given[name]}
+        givers = {one.supplier for one in self._received[name]}
         for other in self._suppliers.others(name, givers):
             try:
                 doubtful = self._differences(name, other)
@@ -121,8 +121,8 @@ class RecordCheck:
             runs = volume.runs.some(first, first + MAX_RUNS)
             place = int(volume.runs.places[first])
             # From a server that knows its own snapshot, digests come alone.
-            asked = VolumeParts(name, self._step.snapshot, runs.encoded())
-            body = msgspec.msgpack.encode(PartsRequest(self._step.snapshot, [asked]))
+            parts = VolumeParts(name, self._step.snapshot, runs.encoded())
+            body = msgspec.msgpack.encode(PartsRequest(self._step.snapshot, [parts]))
             seconds = self._suppliers.deadline.left()
             with other.host.stream("/parts", body, seconds=seconds) as stream:
                 if stream.read(len(MAGIC)) != MAGIC:

@@ -44,7 +44,7 @@ class _Newest(msgspec.Struct, array_like=True):
     """The findings of rank 0: the newest step, and whether all ranks have its state."""
 
     found: StepIdentity
-    held: bool
+    all_have: bool
 
 
 _newest = msgspec.msgpack.Decoder(_Newest)
@@ -75,7 +75,7 @@ class Subscription:
         self._request, self._timeout = request, timeout
         self._mirror = Mirror()
         self._on_gpu = DeviceUpdates(request.into)
-        self._held: StepIdentity | None = None  # the step that `into` has
+        self._current: StepIdentity | None = None  # the step that `into` has
         self._latest: int | None = None  # the step of the last update that succeeded
         self._state: Any = None  # `into`, as loads return it
         self._owner = Owner("Subscription")
@@ -92,7 +92,7 @@ class Subscription:
     @property
     def step(self) -> int | None:
         """The step that `into` has; None before the first update, and after one that failed."""
-        return None if self._held is None else self._held.step
+        return None if self._current is None else self._current.step
 
     def update(self, at_least: int | None = None, timeout: Timeout | None = None) -> Loaded:
         """All ranks call it together: bring `into` to the newest step, at least `at_least`.
@@ -153,17 +153,17 @@ class Subscription:
     def _take(self, newest: NewestStep, deadline: Deadline) -> Loaded:
         call = self._ranks.call("update")
         found = self._look(call, newest, deadline)
-        held, self._held = self._held, None  # until it is known what `into` has
-        if found.held and held is not None:
-            self._mirror.rename(held.snapshot, found.found.snapshot)
-            self._held = found.found
+        current, self._current = self._current, None  # until it is known what `into` has
+        if found.all_have and current is not None:
+            self._mirror.rename(current.snapshot, found.found.snapshot)
+            self._current = found.found
             return Loaded(self._state, found.found.step, Report(found.found.step, 0))
-        if held is not None and (copied := self._copied(newest)) is not None:
+        if current is not None and (copied := self._copied(newest)) is not None:
             return copied
         loaded = Loader(newest, self._ranks, in_memory=True).load(call, self._request, deadline)
         if isinstance(newest.opened, DeviceLentStep):
             self._on_gpu.learn(newest.opened)
-        self._held, self._state = newest.taken, loaded.state
+        self._current, self._state = newest.taken, loaded.state
         return newest.reported(loaded)
 
     def _copied(self, newest: NewestStep) -> Loaded | None:
@@ -178,35 +178,35 @@ class Subscription:
         with closing(lent), watch("land"):
             nbytes = self._on_gpu.copy(lent)
         step = lent.lease.step
-        self._held = StepIdentity.of(lent.lease)
+        self._current = StepIdentity.of(lent.lease)
         peers: dict[Peer, Outcome] = {newest.name: Outcome(route=CUDA_IPC, bytes=nbytes)}
         return Loaded(self._state, step, Report(step, nbytes, dict(watch.seconds), peers))
 
     def _look(self, call: Call, newest: NewestStep, deadline: Deadline) -> _Newest:
         """The newest step, and whether every rank has it."""
-        mine = self._held or StepIdentity(-1)
+        mine = self._current or StepIdentity(-1)
 
-        def decide(said: list[bytes]) -> list[bytes]:
+        def decide(sent: list[bytes]) -> list[bytes]:
             (step,) = newest.steps(deadline)
             found = newest.identity(step)
-            all_held = [decoded(_identity, data, rank) for rank, data in enumerate(said)]
-            held = all(one.same_state(found) for one in all_held)
-            return [_encode(_Newest(found, held))] * len(said)
+            identities = [decoded(_identity, data, rank) for rank, data in enumerate(sent)]
+            all_have = all(one.same_state(found) for one in identities)
+            return [_encode(_Newest(found, all_have))] * len(sent)
 
         call.at("waiting for a step")
-        heard = call.round("look", lambda: _encode(mine), decide, deadline)
-        return decoded(_newest, heard, COORDINATOR)
+        answer = call.round("look", lambda: _encode(mine), decide, deadline)
+        return decoded(_newest, answer, COORDINATOR)
 
     def _newest(self, floor: int) -> NewestStep:
-        kept, self._connected = self._connected, None
-        origin = kept or publisher(self._source, self._access, self._same_host)
+        connected, self._connected = self._connected, None
+        origin = connected or publisher(self._source, self._access, self._same_host)
         on_gpu = self._same_host and wants_gpu(self._request.into)
         return NewestStep(origin, self._mirror, floor, on_gpu=on_gpu)
 
     def close(self) -> None:
         """Free the memory of the subscription. `into` stays as it is."""
         self._closed = True
-        self._mirror, self._held, self._state = Mirror(), None, None
+        self._mirror, self._current, self._state = Mirror(), None, None
         if self._connected is not None:
             self._connected.end()
         self._on_gpu.close()

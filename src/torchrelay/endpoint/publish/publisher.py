@@ -197,11 +197,11 @@ class Publisher:
                 report = self._server.report(deadline)
             return _encode(_Offer(self._server.url, report, m.laid_out(share.files)[1]))
 
-        def decide(said: list[bytes]) -> list[bytes]:
-            offers = [decoded(_offer, data, rank) for rank, data in enumerate(said)]
+        def decide(sent: list[bytes]) -> list[bytes]:
+            offers = [decoded(_offer, data, rank) for rank, data in enumerate(sent)]
             urls, parts = [one.url for one in offers], [one.nbytes for one in offers]
             decision, why = self._server.choose([one.report for one in offers], parts, urls, step)
-            return [_encode(_Begin(urls, decision, why))] * len(said)
+            return [_encode(_Begin(urls, decision, why))] * len(sent)
 
         call.at("agreeing on a publish")
         found = decoded(_begin, call.round("begin", mine, decide, deadline), COORDINATOR)
@@ -239,10 +239,10 @@ class Publisher:
             found.append((room.slot, chosen))
             return _encode((room.why, chosen is not None))
 
-        def decide(said: list[bytes]) -> list[bytes]:
-            rooms = [decoded(_room, data, rank) for rank, data in enumerate(said)]
+        def decide(sent: list[bytes]) -> list[bytes]:
+            rooms = [decoded(_room, data, rank) for rank, data in enumerate(sent)]
             why = next((why for why, _ in rooms if why), "")
-            return [_encode((why, all(on_device for _, on_device in rooms)))] * len(said)
+            return [_encode((why, all(on_device for _, on_device in rooms)))] * len(sent)
 
         call.at("reserving memory")
         try:
@@ -267,7 +267,7 @@ class Publisher:
         fault: BaseException | None = None
         try:
             if isinstance(staged, BaseException):
-                call.round("write", staged, lambda said: said, deadline)
+                call.round("write", staged, lambda sent: sent, deadline)
             else:
                 self._show.run(call, staged, deadline)
                 ended = m.FinishPublish(staged.step, staged.planned.share.nbytes, staged.seconds)

@@ -73,20 +73,20 @@ class ShowRounds:
             )
             return b"" if last else encode(staged.planned.share.written(written))
 
-        def decide(said: list[bytes]) -> list[bytes]:
+        def decide(sent: list[bytes]) -> list[bytes]:
             if last is not None:
                 made, places = again(last, staged.step, written), [COORDINATOR] * len(written)
             else:
-                shares = decode_shares(staged.step, said)
+                shares = decode_shares(staged.step, sent)
                 made = self._known.made(staged.step, staged.planned, shares)
                 places = [rank for rank, share in enumerate(shares) for _ in share.volumes]
             snapshot = content_digest(made.record)
             whole = _whole(made, staged.urls, places)
             brief, full = _encode((snapshot, None)), _encode((snapshot, whole))
-            return [full if rank in listing else brief for rank in range(len(said))]
+            return [full if rank in listing else brief for rank in range(len(sent))]
 
-        heard = call.round("write", hash_mine, decide, deadline)
-        snapshot, whole = decoded(_recorded, heard, COORDINATOR)
+        answer = call.round("write", hash_mine, decide, deadline)
+        snapshot, whole = decoded(_recorded, answer, COORDINATOR)
         own = [
             msgspec.structs.replace(volume, digests=digests)
             for volume, digests in zip(staged.volumes, written, strict=True)
@@ -107,7 +107,7 @@ class ShowRounds:
             return b""
 
         mine = (lambda: b"") if self._ranks.coordinates else show
-        call.round(phase, mine, lambda said: [show()] * len(said), deadline)
+        call.round(phase, mine, lambda sent: [show()] * len(sent), deadline)
 
     def _hashed(
         self, staged: StagedStep, deadline: Deadline, changes: m.FoundChanges | None = None

@@ -190,8 +190,8 @@ class Swarm:
         return _answer.decode(answer.body) if answer.status == 200 else SeedAnswer([], False)
 
     def _post(self, host: Host, seconds: float) -> Reply:
-        said = msgspec.json.encode(SeedAnnouncement(self.seed.url, self._remote.snapshot))
-        return host.post("/seeds", said, seconds=seconds)
+        message = msgspec.json.encode(SeedAnnouncement(self.seed.url, self._remote.snapshot))
+        return host.post("/seeds", message, seconds=seconds)
 
     def _alive(self) -> list[Neighbour]:
         every = list(self._neighbours.values())
@@ -246,10 +246,10 @@ class Swarm:
         space = self.seed.space(file.name, start, stop)
         begun = time.monotonic()
         try:
-            given = giver is not self._endpoint and self._from_neighbour(piece, giver, space)
+            received = giver is not self._endpoint and self._from_neighbour(piece, giver, space)
         except Answered:
             return False
-        if not given:
+        if not received:
             reader = RemoteReader(file, self._remote.suppliers, space.reach)
             reader.read_into(start, space.view)
         spent = time.monotonic() - begun

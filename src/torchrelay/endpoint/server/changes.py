@@ -26,7 +26,7 @@ from torchrelay.parts.fields import Field
 
 READY_SECONDS = 10.0  # that a reader waits for a comparison, and
 SETTLE_SECONDS = 2.0  # a publisher: far less than it waits for the server to answer
-ASKED_SECONDS = 3600.0  # for which somebody is taken to ask again
+REQUESTED_SECONDS = 3600.0  # for which somebody is taken to ask again
 NICENESS = 5  # of the thread that compares
 REUSED_BYTES = 4 << 20  # blocks of memory that are kept for the next chunk that is encoded
 PIECE_BYTES = 16 << 20  # compared at once; a multiple of what eight elements have
@@ -64,10 +64,14 @@ class StagedVolumes(NamedTuple):
 class StepComparison:
     """A step that is compared with another on a thread. `base`: the snapshot of the other;
     `changed`: how many of its `elements` differ, when it is over; `step` and `snapshot`: its own,
-    once it is shown. With `given`, the bits lie in the memory of the new step."""
+    once it is shown. With `from_gpu`, the bits lie in the memory of the new step."""
 
     def __init__(
-        self, base: str, old: StagedVolumes, new: StagedVolumes, given: FoundChanges | None = None
+        self,
+        base: str,
+        old: StagedVolumes,
+        new: StagedVolumes,
+        from_gpu: FoundChanges | None = None,
     ) -> None:
         self.step, self.snapshot, self.base = -1, "", base
         self.found: dict[str, VolumeBitmap] = {}  # by volume; empty where nothing is known
@@ -76,17 +80,19 @@ class StepComparison:
         self.changed = self.elements = 0
         self.wait: Callable[..., bool] = lambda seconds=None: True
         try:
-            running = threads.run(lambda: self._compare(old, new, given), "compare", NICENESS)
+            running = threads.run(lambda: self._compare(old, new, from_gpu), "compare", NICENESS)
         except ResourceError:  # subscribers get whole chunks
             logger.warning("no thread compares a step with the one before", exc_info=True)
         else:
             self.wait = running.wait  # whether it is over, after that many seconds at most
 
-    def _compare(self, old: StagedVolumes, new: StagedVolumes, given: FoundChanges | None) -> None:
+    def _compare(
+        self, old: StagedVolumes, new: StagedVolumes, from_gpu: FoundChanges | None
+    ) -> None:
         begun = time.monotonic()
         found: dict[str, VolumeBitmap] = {}
         try:
-            if given is None:
+            if from_gpu is None:
                 for volume, before, fields in new.alike(old):
                     pair = old.bytes_of(before), new.bytes_of(volume)
                     bits = [self._bits(*pair, field) for field in fields]
@@ -94,14 +100,14 @@ class StepComparison:
                 self.changed = sum(bitmap.count for bitmap in found.values())
             else:
                 for volume, fields, starts in zip(
-                    new.volumes, new.fields, given.places, strict=True
+                    new.volumes, new.fields, from_gpu.places, strict=True
                 ):
                     bits = [
                         np.array(new.bytes_at(start, bits_bytes(field)))
                         for field, start in zip(fields, starts, strict=True)
                     ]
                     found[volume.name] = VolumeBitmap(fields, bits)
-                self.changed = given.changed
+                self.changed = from_gpu.changed
             self.elements = sum(bitmap.elements for bitmap in found.values())
             self.found = found
         except InterruptedError:
@@ -151,7 +157,7 @@ class ChangeHistory:
         self._known: deque[StepComparison] = deque(maxlen=limit)
         self._lock = threading.Lock()
         self._staged: dict[int, StagedVolumes] = {}  # by slot
-        self._asked: float | None = None  # when somebody last asked, by the monotonic clock
+        self._requested: float | None = None  # when somebody last asked, by the monotonic clock
         self._under_way: tuple[int, StepComparison] | None = None  # the slot that was staged last
 
     # Called by the thread that carries out what the publisher asks for.
@@ -169,7 +175,7 @@ class ChangeHistory:
         found = request.found
         if base is not None and found is not None and found.base == base[1]:
             self._under_way = request.slot, StepComparison(base[1], new, new, found)
-        elif base is not None and old is not None and self._is_asked:
+        elif base is not None and old is not None and self._is_requested:
             self._under_way = request.slot, StepComparison(base[1], old, new)
 
     def show(self, slot: int, step: int, snapshot: str) -> None:
@@ -188,24 +194,24 @@ class ChangeHistory:
         ask for has that long to end; any other is given up."""
         if self._under_way is not None:
             one = self._under_way[1]
-            if not one.wait(seconds if self._is_asked else 0.0):
+            if not one.wait(seconds if self._is_requested else 0.0):
                 one.stop()
             self._under_way = None
 
     @property
-    def _is_asked(self) -> bool:
-        asked = self._asked
-        return asked is not None and time.monotonic() - asked < ASKED_SECONDS
+    def _is_requested(self) -> bool:
+        requested = self._requested
+        return requested is not None and time.monotonic() - requested < REQUESTED_SECONDS
 
     # Called by threads that answer requests.
 
     def ask(self) -> None:
         """Somebody reads parts of a step, and may ask for the changes of the next ones."""
-        if self._asked is None:
+        if self._requested is None:
             # Chunks are encoded in blocks of some 100 KB to 2 MB. Fresh memory for each of them
             # takes as long as all of the rest.
             return_freed_memory(REUSED_BYTES)
-        self._asked = time.monotonic()
+        self._requested = time.monotonic()
 
     def between(self, base: str, snapshot: str, volume: str) -> VolumeBitmap | None:
         """The elements of a volume that changed from one snapshot to a later one; None where that

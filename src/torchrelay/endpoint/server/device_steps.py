@@ -48,9 +48,9 @@ class DeviceSteps:
     def take(self) -> int:
         """A slot to be written to, which is not lent any more; -1 where there is none. The
         newest step stays."""
-        kept = -1 if self._newest is None else self._newest.slot
+        newest = -1 if self._newest is None else self._newest.slot
         for slot in range(MOST_SLOTS):
-            if slot != kept and not self.leases[slot]:
+            if slot != newest and not self.leases[slot]:
                 self._shown.pop(slot, None)
                 return slot
         return -1

@@ -15,7 +15,7 @@ from torchrelay.parts.stream import WantedPart
 
 
 def wanted_parts(
-    said: PartsRequest, snapshot: ServedSnapshot, changes: ChangeHistory | None
+    request: PartsRequest, snapshot: ServedSnapshot, changes: ChangeHistory | None
 ) -> Iterator[WantedPart]:
     """The parts, one volume after the other. `RemoteProtocolError` for malformed runs, `Refusal`
     for volumes that are not here, both before the first part is taken."""
@@ -23,7 +23,7 @@ def wanted_parts(
         raise Refusal(404, "the step is still arriving here")
     found: dict[str, tuple[PartRuns, str | None]] = {}
     count = 0
-    for wanted in said.volumes:
+    for wanted in request.volumes:
         place = snapshot.place(wanted.name)
         if place is None:
             raise Refusal(404, "a volume is not here: /places.json says where it is")

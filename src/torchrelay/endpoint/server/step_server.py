@@ -208,28 +208,28 @@ class StepServer:
 
     def _seeds(self, request: Request, connection: HttpConnection) -> Response:
         """A puller says where it serves what it has, and learns of the others."""
-        said = _body(request, _announcement, '{"url": "http://HOST:PORT", "snapshot": "ID"}')
+        message = _body(request, _announcement, '{"url": "http://HOST:PORT", "snapshot": "ID"}')
         try:
-            place = ServerUrl.parse(said.url)
+            place = ServerUrl.parse(message.url)
         except UsageError as fault:
             raise Refusal(400, fault.message) from None
         if place.host != connection.remote:
             raise Refusal(400, "a seed is named by the address that it asks from")
         if self.service.access.tls and place.scheme != "https":
             raise Refusal(400, "a seed of an https endpoint serves by https")
-        snapshot = self._by_id(said.snapshot)
+        snapshot = self._by_id(message.snapshot)
         return Response.json(
             SeedAnswer(self.service.announce(place.url, snapshot.id), snapshot.complete)
         )
 
     def _reader_ends(self, request: Request, connection: HttpConnection) -> Response:
-        said = _body(request, _ending, '{"outcome": "done"} or "failed", with "reason"')
+        message = _body(request, _ending, '{"outcome": "done"} or "failed", with "reason"')
         reader, transfers = request.path.removeprefix("/readers/"), self.service.transfers
         for transfer in [one for one in transfers.active.values() if one.reader == reader]:
             if transfer.kind == "mapped":
-                transfer.bytes = min(said.bytes, transfer.total)
-            outcome = "done" if said.outcome == "done" else "failed"
-            transfers.end(transfer, outcome, said.reason)
+                transfer.bytes = min(message.bytes, transfer.total)
+            outcome = "done" if message.outcome == "done" else "failed"
+            transfers.end(transfer, outcome, message.reason)
         return Response(204)
 
     # Bytes.
@@ -261,9 +261,9 @@ class StepServer:
         from torchrelay.parts.stream import part_stream
 
         try:
-            said = decode_request(request.body)
-            snapshot = self._by_id(said.snapshot)
-            wanted = wanted_parts(said, snapshot, self.service.snapshots.changes)
+            message = decode_request(request.body)
+            snapshot = self._by_id(message.snapshot)
+            wanted = wanted_parts(message, snapshot, self.service.snapshots.changes)
         except RemoteProtocolError as fault:
             raise Refusal(400, fault.message) from None
         headers = {"Content-Type": "application/octet-stream", **FRESH}
@@ -340,7 +340,7 @@ class StepServer:
             self._by_id(snapshot.id)  # it may be gone by now
             transfer = self._enter(request, connection, snapshot, kind, total)
             transfer.connections.add(connection)
-            given = pieces()
+            sending = pieces()
 
         def moved(nbytes: int) -> None:
             with service.lock:
@@ -349,7 +349,7 @@ class StepServer:
         reason = ""
         try:
             connection.send_head(status, length, headers)
-            connection.stream(given, moved)
+            connection.stream(sending, moved)
         except SlowReader:
             reason = f"the reader took no bytes for {service.stall:g} s and was dropped"
             raise

@@ -32,7 +32,7 @@ class LocalDraft(CommitPoint):
         super().__init__()
         self._root, self._step, self._token = root, step, token
         self._overwrite, self._files = overwrite, root.files
-        self._held: int | None = None
+        self._lock_fd: int | None = None
         self.id = ""
         self._handles: Handles[_WrittenFile] = Handles()
         self.place = f"{root.of(step)}.tmp-{token}"
@@ -58,19 +58,19 @@ class LocalDraft(CommitPoint):
     def _locked(self) -> bool:
         """Hold the draft. False if a process that just started found it unheld and removes it."""
         try:
-            held = lock(self.place)
+            lock_fd = lock(self.place)
         except (FileNotFoundError, NotADirectoryError):
             return False
         except OSError as fault:
             raise_shortage(fault, f"lock {self.place}")
             return True  # a file system without locks
-        if held is None:
+        if lock_fd is None:
             return False
         with suppress(FileNotFoundError):
-            if Path(self.place).stat().st_ino == os.fstat(held).st_ino:
-                self._held = held
+            if Path(self.place).stat().st_ino == os.fstat(lock_fd).st_ino:
+                self._lock_fd = lock_fd
                 return True
-        os.close(held)
+        os.close(lock_fd)
         return False
 
     def check_visible(self) -> None:
@@ -140,9 +140,9 @@ class LocalDraft(CommitPoint):
         self._release()
 
     def _release(self) -> None:
-        held, self._held = self._held, None  # forgotten first: no descriptor is closed twice
-        if held is not None:
-            os.close(held)
+        lock_fd, self._lock_fd = self._lock_fd, None  # first: no descriptor is closed twice
+        if lock_fd is not None:
+            os.close(lock_fd)
 
 
 class _WrittenFile:

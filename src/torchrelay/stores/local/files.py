@@ -200,11 +200,11 @@ def lock(path: str) -> int | None:
 def claimed(path: str) -> Iterator[None]:
     """Within: a directory is held, under whatever name it has meanwhile, if no one else holds it
     and the file system has locks."""
-    held = None
+    lock_fd = None
     with suppress(OSError):
-        held = lock(path)
+        lock_fd = lock(path)
     try:
         yield
     finally:
-        if held is not None:
-            os.close(held)
+        if lock_fd is not None:
+            os.close(lock_fd)

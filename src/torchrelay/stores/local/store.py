@@ -90,10 +90,10 @@ class LocalStore:
             path, step = self._root.path / match[0], self._root.of(int(match[1]))
             # A step that was moved away for its successor, which never came, is the step.
             is_step = match[2] == "old" and not exists(step)
-            held = self._claimed(path, match[3])
-            if held is None:
+            lock_fd = self._claimed(path, match[3])
+            if lock_fd is None:
                 continue
-            with closing(held), suppress(OSError):  # another process may be cleaning too
+            with closing(lock_fd), suppress(OSError):  # another process may be cleaning too
                 if is_step:
                     self._files.rename(str(path), str(step))
                     self._files.sync_dir(self.url)
@@ -105,13 +105,13 @@ class LocalStore:
         """The lock of a draft, if no live writer may own it. Locks of other hosts may not be
         visible here."""
         try:
-            held = lock(str(path))
+            lock_fd = lock(str(path))
         except OSError:  # it just became a step, or was removed; or locks are not supported
             return None
-        if held is None or host == host_name():
-            return held
+        if lock_fd is None or host == host_name():
+            return lock_fd
         with suppress(OSError):
             if time.time() - path.stat().st_mtime >= FOREIGN_AGE:
-                return held
-        os.close(held)
+                return lock_fd
+        os.close(lock_fd)
         return None

@@ -37,7 +37,7 @@ PIECE_BYTES = 2 << 20  # for which a reader has a limited time
 COPY_BYTES = 1 << 18  # copied and sent at once where the kernel cannot send from memory itself
 FRESH = {"Cache-Control": "no-store"}
 COUNTED = {401: "token", 416: "range", 429: "limit"}  # refusals in the metrics, by status
-_WITHOUT_BODY = (204, 304)  # statuses whose answers have none, so that its length is not said
+_WITHOUT_BODY = (204, 304)  # statuses whose answers have none, so that its length is not sent
 _NOW = struct.pack("ii", 1, 0)  # SO_LINGER: what the kernel has not delivered is thrown away
 
 
@@ -101,9 +101,9 @@ class HttpConnection:
             return
         headers = request.headers
         if token is not None:
-            kind, _, given = headers.get("authorization", "").partition(" ")
-            said = given.strip().encode("utf-8", "surrogateescape")
-            if not hmac.compare_digest(said, token.encode()) or kind.lower() != "bearer":
+            kind, _, text = headers.get("authorization", "").partition(" ")
+            received = text.strip().encode("utf-8", "surrogateescape")
+            if not hmac.compare_digest(received, token.encode()) or kind.lower() != "bearer":
                 raise _no_admission("this endpoint needs its token: Authorization: Bearer TOKEN")
         elif not is_plain_host(headers.get("host", "")):
             raise _no_admission("without a token, ask by an address or localhost, not by a name")
