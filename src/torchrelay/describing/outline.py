@@ -39,11 +39,11 @@ class OutlineBuilder:
         self._rows.append(rows)
 
     def add(self, leaf: int, found: m.Leaf) -> None:
-        """Add a leaf that is no row."""
+        """Add a leaf that is not a row."""
         self._others[leaf] = found
 
     def build(self, tree: m.Node, leaves: int) -> StateOutline:
-        """The outline of a state with this number of leaves, each of which was added once."""
+        """The outline of a state with this number of leaves, all of them added once."""
         columns = [np.concatenate(some) for some in zip(*self._rows, strict=True)]
         if (columns[0][1:] < columns[0][:-1]).any():
             order = np.argsort(columns[0], kind="stable")

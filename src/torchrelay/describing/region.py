@@ -166,7 +166,7 @@ class Stream:
 
     @cached_property
     def device(self) -> Runs:
-        """What is in runs of memory of devices, by address."""
+        """Runs of device memory, by address."""
         return self.on_device.runs
 
     @cached_property

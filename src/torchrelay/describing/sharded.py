@@ -255,7 +255,7 @@ def kind_of_dtensor(tensor: Any) -> ShardedKind:
 
 
 def kind_of_sharded(tensor: t.ShardedTensor | BoxedTensor) -> ShardedKind:
-    """The kind of a whole tensor of which ranks have shards."""
+    """The kind of a whole tensor that ranks have shards of."""
     _, _, all_boxes, properties = t.sharded_parts(tensor)
     shape = tuple(tensor.size())
     return ShardedKind(

@@ -56,7 +56,7 @@ def _order(found: Description, devices: Numbers | None) -> tuple[Indices, Indice
 
     Small storages come first, by device, so that they share chunks; then large ones. Within these,
     storages are in the order of the state, and the images of one storage in that of memory. Four
-    tensors of a state, of which `a` and `c` are views of one small storage, and `b` is large:
+    tensors of a state: `a` and `c` are views of one small storage, and `b` is large:
 
         image of the description    0 (a)   1 (b)   2 (c)   3 (d)
         storage                     0       1       0       2

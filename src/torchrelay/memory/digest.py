@@ -1,7 +1,7 @@
 """The digest of a chunk, on the wire and at rest, on the host and on GPUs. It guards against
 corruption, not forgery. No torch.
 
-A chunk is hashed in cells of 1 MiB, the last of which may be shorter. The digest of a chunk of one
+A chunk is hashed in cells of 1 MiB; the last one may be shorter. The digest of a chunk of one
 cell is the XXH3-128 of its bytes; that of a longer one is the XXH3-128 of the digests of its cells,
 one after the other. A GPU hashes cells in parallel, and one long run of bytes slowly.
 """

@@ -37,7 +37,7 @@ class _LeafForm(IntEnum):
 
 
 class _ImageForm(IntEnum):
-    """What a record has of an image."""
+    """The elements of an image that a record has."""
 
     BOX = 0  # one box, in a stream
     LAID_OUT = 1  # all elements, in an order that its strides say
