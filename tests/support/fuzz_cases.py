@@ -191,7 +191,7 @@ class Pairs:
         with tr.Relay(
             self._group,
             timeout=SECONDS,
-            verify=rng.choice([None, True, False]),
+            verify=rng.choice([True, "all", False]),
             chunk_bytes=rng.choice([16, 48, 256, 4096, None]),
             route=route,
         ) as relay:
