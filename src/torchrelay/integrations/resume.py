@@ -1,4 +1,5 @@
-"""Which step a job resumes from, agreed on by all ranks before the framework builds anything."""
+"""Which step a framework takes, agreed on by all ranks: for those that need its number before they
+build what is loaded. All others call `Checkpointer.restore`."""
 
 from __future__ import annotations
 
