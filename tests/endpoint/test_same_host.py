@@ -29,7 +29,7 @@ def _is(found: dict[str, Any], seed: int) -> bool:
     return found["n"] == seed and all(torch.equal(found[k], wanted[k]) for k in ("w", "half"))
 
 
-@pytest.mark.parametrize("verify", [True, "all"])
+@pytest.mark.parametrize("verify", [True, "all", False])
 @pytest.mark.parametrize("in_place", [False, True])
 def test_memory_is_shared_and_no_byte_sent(stage: Stage, in_place: bool, verify: Any) -> None:
     stage.show(_state(1))
