@@ -96,7 +96,7 @@ def test_a_lost_host_comes_back_from_its_buddy_as_three_ranks() -> None:
 
 def change_a_little(rank: int, group: Any, job: str) -> Any:
     """Bytes that were fetched for the first copy, and for one of a step that differs a little."""
-    keeper = keeper_of(rank, job, ["a", "b"], rate=1e9)
+    keeper = keeper_of(rank, job, ["a", "b"], copy_bytes_per_second=1e9)
     state = {"x": torch.full((NUMEL,), 1000.0 + rank), "step": 1}
     keeper.stage(1, state).result(TIMEOUT)
     first = wait_for_copies(keeper, 1)["fetched_bytes"]
@@ -109,7 +109,7 @@ def change_a_little(rank: int, group: Any, job: str) -> Any:
 
 
 def recover_both(rank: int, group: Any, job: str) -> tuple[bool, str]:
-    keeper = keeper_of(rank, job, ["a", "b"], rate=1e9)
+    keeper = keeper_of(rank, job, ["a", "b"], copy_bytes_per_second=1e9)
     state = {"x": torch.zeros(NUMEL), "step": 0}
     try:
         got = tr.recover(into=state, sources=[keeper], group=dist.group.WORLD, timeout=TIMEOUT)
@@ -152,7 +152,9 @@ def stage_while_copying(rank: int, group: Any, job: str, steps: int, parts: int 
     can be copied; whether every few of them something came along; what came back in the end."""
     part = NUMEL * 4 + 2 * 4096  # its header, and up to a page
     memory = None if parts is None else parts * part
-    keeper = keeper_of(rank, job, ["a", "b"], rate=NUMEL * 16, steps=steps, memory=memory)
+    keeper = keeper_of(
+        rank, job, ["a", "b"], copy_bytes_per_second=NUMEL * 16, steps=steps, memory_budget=memory
+    )
     state = {"x": torch.zeros(NUMEL), "step": 0}
     last, most = 0, 0.0
     came = []
@@ -193,7 +195,7 @@ def test_memory_is_bounded_where_copies_lag_behind(
 
 
 def stage_with_too_little(rank: int, group: Any, job: str, parts: float) -> str:
-    keeper = keeper_of(rank, job, ["a", "b"], memory=int(parts * NUMEL * 4))
+    keeper = keeper_of(rank, job, ["a", "b"], memory_budget=int(parts * NUMEL * 4))
     with pytest.raises(tr.errors.UsageError, match="is too little") as fault:
         keeper.stage(1, {"x": torch.full((NUMEL,), float(rank))})
     return str(fault.value)
@@ -206,7 +208,7 @@ def test_a_budget_that_is_too_small_is_an_error_at_once(pool2: RankPool) -> None
 
 def lose_a_host_amid_a_copy(rank: int, group: Any, job: str) -> tuple[int, int | None]:
     """Step 1 is copied; step 2 is on its way when a host is lost."""
-    keeper = keeper_of(rank, job, ["a", "b"], rate=NUMEL)
+    keeper = keeper_of(rank, job, ["a", "b"], copy_bytes_per_second=NUMEL)
     state = {"x": torch.full((NUMEL,), 1.0 + rank), "step": 1}
     keeper.stage(1, state).result(TIMEOUT)
     wait_for_copies(keeper, 1)
