@@ -72,7 +72,7 @@ def _trace() -> None:
         (chunk_receiver.ChunkReceiver, "__init__"),
     ):
         _traced(owner, name, f"{getattr(owner, '__name__', owner).split('.')[-1]}.{name}")
-    send, heard = Connection.send, Connection._heard
+    send, heard = Connection.send, Connection._received
 
     def said(self: Connection, message: Any) -> None:
         _events.append((time.perf_counter(), f"  -> {type(message).__name__}"))
@@ -82,7 +82,7 @@ def _trace() -> None:
         _events.append((time.perf_counter(), f"  <- {type(message).__name__} ({nbytes} bytes)"))
         heard(self, message, nbytes)
 
-    Connection.send, Connection._heard = said, came  # type: ignore[method-assign]
+    Connection.send, Connection._received = said, came  # type: ignore[method-assign]
 
 
 def make(group: Any, count: int, nbytes: int, device: str, route: str | None) -> None:

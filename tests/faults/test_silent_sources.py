@@ -18,7 +18,7 @@ import torchrelay as tr
 from tests.support.faults import CHUNK, SENDER, Outcome, attempt, held_at, weights
 from tests.support.ranks import Ranks, reached
 from tests.support.ways import patched
-from torchrelay.transports.meeting import node, waits
+from torchrelay.transports.meeting import calls, waits
 from torchrelay.transports.meeting.connection import Connection
 from torchrelay.transports.protocol.peers import Peer
 from torchrelay.transports.protocol.sender import Sending
@@ -47,7 +47,7 @@ def received(relay: tr.Relay, **options: Any) -> tuple[Outcome, bool]:
 def one_does_not_answer(rank: int, group: Any) -> Any:
     """Rank 1 is stopped before rank 2 calls it: its kernel takes the connection."""
     mesh = DeviceMesh("cpu", [0, 1])
-    with patched(node, CONNECT_SECONDS=LONG):
+    with patched(calls, CONNECT_SECONDS=LONG):
         relay = tr.Relay(group, timeout=LONG, chunk_bytes=CHUNK, join_window=WINDOW)
         reached("ready", hold=True)
         if rank == 0:
@@ -75,7 +75,7 @@ def interrupted(rank: int, group: Any) -> str:
         reached("handshake")
         return original(*args)
 
-    with patched(node, CONNECT_SECONDS=LONG, receive_exactly=receive_exactly):
+    with patched(calls, CONNECT_SECONDS=LONG, receive_exactly=receive_exactly):
         relay = tr.Relay(group, timeout=LONG, join_window=LONG)
         reached("ready", hold=True)
         signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -139,7 +139,7 @@ def answers_while_busy(rank: int, group: Any) -> Any:
     if rank == 0:
         return attempt(lambda: relay.send(replicas(mesh), 2, step=NEW))
     pings = threading.Semaphore(0)
-    heard, confirm = Connection._heard, Sending.confirm
+    heard, confirm = Connection._received, Sending.confirm
 
     def count(self: Connection, message: Message, nbytes: int) -> None:
         if isinstance(message, Ping):
@@ -150,7 +150,7 @@ def answers_while_busy(rank: int, group: Any) -> Any:
         assert all(pings.acquire(timeout=SOON) for _ in range(PINGS))
         confirm(self, peer)
 
-    with patched(Connection, _heard=count), patched(Sending, confirm=late):
+    with patched(Connection, _received=count), patched(Sending, confirm=late):
         return attempt(lambda: relay.send(replicas(mesh), 2, step=NEW))
 
 

@@ -17,7 +17,7 @@ from tests.support.quorums import join_transport, sit
 from tests.support.ways import by, every_way, patched
 from torchrelay.errors import RelayError
 from torchrelay.transports.meeting.directory import identity_from_text
-from torchrelay.transports.meeting.node import LastTransfers
+from torchrelay.transports.meeting.last_transfers import LastTransfers
 from torchrelay.transports.protocol.peers import Peer, Stage, outcome
 from torchrelay.transports.protocol.receiver import Receiving
 from torchrelay.transports.protocol.sender import Sending

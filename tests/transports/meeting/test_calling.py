@@ -15,9 +15,9 @@ import torchrelay as tr
 from tests.support.strangers import descriptors
 from torchrelay.deadlines import Deadline
 from torchrelay.errors import PeerLostError, RemoteProtocolError
-from torchrelay.transports.meeting import node, waits
+from torchrelay.transports.meeting import calls, waits
+from torchrelay.transports.meeting.calls import call, call_rank, call_until
 from torchrelay.transports.meeting.directory import Directory, Identity
-from torchrelay.transports.meeting.node import call, call_rank, call_until
 from torchrelay.transports.wire import handshake
 from torchrelay.transports.wire.handshake import CONTROL, Hello
 
@@ -107,7 +107,7 @@ LISTENERS: dict[str, tuple[Callable[[socket.socket], None], type[Exception], str
 def test_whoever_else_listens_there_is_found_out(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(node, "CONNECT_SECONDS", 0.3)
+    monkeypatch.setattr(calls, "CONNECT_SECONDS", 0.3)
     answer, error, words = LISTENERS[name]
     before = descriptors()
     with answering(answer) as there:
@@ -163,7 +163,7 @@ def test_a_wait_ends_with_a_deadline_that_is_hastened(
     where: str, how: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also where the timeout was minutes when it began; so does one whose transfer is over."""
-    monkeypatch.setattr(node, "CONNECT_SECONDS", LONG)
+    monkeypatch.setattr(calls, "CONNECT_SECONDS", LONG)
     deadline, over = Deadline(LONG), threading.Event()
     faults: list[OSError] = []
     with ExitStack() as stack:
@@ -182,13 +182,13 @@ def test_a_wait_ends_with_a_deadline_that_is_hastened(
 
         monkeypatch.setattr(waits, "_wait", noted)
 
-        def calls() -> None:
+        def call_there() -> None:
             try:
                 call(there.address, Hello(CONTROL, there.node, ME), KEY, deadline, over.is_set)
             except OSError as fault:
                 faults.append(fault)
 
-        calling = threading.Thread(target=calls, daemon=True)
+        calling = threading.Thread(target=call_there, daemon=True)
         calling.start()
         assert begun.wait(SOON)
         if how == "over":

@@ -16,13 +16,13 @@ from tests.support.messages import frame, frame_with
 from tests.support.strangers import descriptors, is_closed
 from torchrelay.transports.meeting import connection as module
 from torchrelay.transports.meeting.connection import (
-    UNHEARD,
     UNSENT,
+    WAITING,
     Connection,
     ConnectionLost,
-    Inbox,
-    MessageHeard,
+    MessageReceived,
 )
+from torchrelay.transports.meeting.inbox import Inbox
 from torchrelay.transports.meeting.listener import listener_here
 from torchrelay.transports.wire import messages as m
 from torchrelay.transports.wire.messages import FrameReader
@@ -87,12 +87,12 @@ def test_messages_go_both_ways(end: End) -> None:
 
 
 def test_a_ping_is_answered_while_the_call_is_busy(end: End) -> None:
-    before = end.connection.heard_at
+    before = end.connection.received_at
     for _ in range(3):
         end.there.sendall(m.encode(m.Ping()))
         assert end.hear() == m.Pong()
     end.there.sendall(m.encode(m.Pong()))
-    until(lambda: end.connection.heard_at > before)
+    until(lambda: end.connection.received_at > before)
     assert end.inbox.get(0.01) is None, "neither is an event"
 
 
@@ -136,7 +136,7 @@ def test_a_peer_that_pings_and_takes_no_answer_is_closed(end: End) -> None:
 
 
 def test_a_call_that_takes_nothing_holds_few_messages_and_loses_none(end: End) -> None:
-    count = 4 * UNHEARD
+    count = 4 * WAITING
 
     def talk() -> None:
         for number in range(count):
@@ -147,7 +147,7 @@ def test_a_call_that_takes_nothing_holds_few_messages_and_loses_none(end: End) -
     until(lambda: end.connection._is_full)
     held = len(end.inbox._events)
     # One read of the socket may have brought some more than that.
-    assert UNHEARD < held <= UNHEARD + module.RECV_BYTES // len(m.encode(m.Need((0,))))
+    assert WAITING < held <= WAITING + module.RECV_BYTES // len(m.encode(m.Need((0,))))
     heard = [end.next().message.chunks[0] for _ in range(count)]
     assert heard == list(range(count))
     talking.join(SOON)
@@ -156,7 +156,7 @@ def test_a_call_that_takes_nothing_holds_few_messages_and_loses_none(end: End) -
 def test_a_call_that_takes_nothing_holds_few_bytes(
     end: End, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "UNHEARD_BYTES", 1 << 20)
+    monkeypatch.setattr(module, "WAITING_BYTES", 1 << 20)
     note, count = m.encode(m.RouteNote(bytes(300_000))), 30
 
     def talk() -> None:
@@ -167,7 +167,7 @@ def test_a_call_that_takes_nothing_holds_few_bytes(
     talking.start()
     until(lambda: end.connection._is_full)
     assert len(end.inbox._events) <= 5
-    assert all(isinstance(end.next(), MessageHeard) for _ in range(count))
+    assert all(isinstance(end.next(), MessageReceived) for _ in range(count))
     talking.join(SOON)
 
 
@@ -272,7 +272,7 @@ def test_no_event_of_many_threads_is_lost() -> None:
 def test_a_connection_that_is_full_has_one_timer(end: End, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each message that does not leave at once looks what is to be waited for."""
     here, calls = listener_here(), []
-    for _ in range(UNHEARD + 8):
+    for _ in range(WAITING + 8):
         end.there.sendall(m.encode(m.Fetched()))
     until(lambda: end.connection._is_full)
     later = here.loop.call_later

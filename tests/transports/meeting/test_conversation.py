@@ -12,9 +12,10 @@ import torchrelay as tr
 from torchrelay.deadlines import Deadline, Stopwatch
 from torchrelay.errors import PeerAbortedError, PeerLostError, RemoteProtocolError
 from torchrelay.transports.meeting import conversation
-from torchrelay.transports.meeting.connection import ConnectionLost, Inbox, MessageHeard
+from torchrelay.transports.meeting.connection import ConnectionLost, MessageReceived
 from torchrelay.transports.meeting.conversation import Conversation
 from torchrelay.transports.meeting.directory import Directory, Identity
+from torchrelay.transports.meeting.inbox import Inbox
 from torchrelay.transports.meeting.node import Meeting
 from torchrelay.transports.wire.messages import Abort, Confirmed, Digests, Done, Go, Message
 
@@ -37,7 +38,7 @@ class Connected:
     def send(self, message: Message) -> None:
         self.sent.append(message)
 
-    def taken(self, event: MessageHeard) -> None:
+    def taken(self, event: MessageReceived) -> None:
         self.taken_bytes += event.nbytes
 
     def close(self) -> None:
@@ -54,7 +55,7 @@ def talking(seconds: float = 30.0) -> tuple[Conversation, Any]:
 
 def hear(talk: Conversation, node: Any, *said: Message) -> None:
     for message in said:
-        talk.inbox.put(MessageHeard(node, message, 10))
+        talk.inbox.put(MessageReceived(node, message, 10))
 
 
 def test_messages_come_in_order_and_make_room_for_more() -> None:

@@ -27,9 +27,9 @@ from tests.support.strangers import (
 )
 from torchrelay.deadlines import Deadline
 from torchrelay.transports.meeting import listener as module
+from torchrelay.transports.meeting.calls import call, call_until
 from torchrelay.transports.meeting.directory import Identity
 from torchrelay.transports.meeting.listener import STRANGERS, Listener, listener_here
-from torchrelay.transports.meeting.node import call, call_until
 from torchrelay.transports.wire import handshake
 from torchrelay.transports.wire.handshake import CONTROL, DATA, Hello
 

@@ -14,8 +14,9 @@ from tests.support.strangers import admitted, descriptors, is_closed
 from torchrelay.deadlines import Deadline
 from torchrelay.transports.meeting import matching
 from torchrelay.transports.meeting import node as module
-from torchrelay.transports.meeting.connection import Connection, ConnectionLost, Inbox, MessageHeard
+from torchrelay.transports.meeting.connection import Connection, ConnectionLost, MessageReceived
 from torchrelay.transports.meeting.directory import StoreDirectory
+from torchrelay.transports.meeting.inbox import Inbox
 from torchrelay.transports.meeting.matching import OpenSend, ReceiverJoined
 from torchrelay.transports.meeting.node import DataTicket, Node
 from torchrelay.transports.wire import handshake
@@ -94,7 +95,7 @@ def test_messages_go_to_the_send_that_was_joined(two: Two) -> None:
         assert heard.message == Offer(b"record", bytes(16))
         ours.send(Done())
         event = inbox.get(SOON)
-        assert isinstance(event, MessageHeard) and event.message == Done()
+        assert isinstance(event, MessageReceived) and event.message == Done()
         ours.close()
         assert isinstance(inbox.get(SOON), ConnectionLost)
 

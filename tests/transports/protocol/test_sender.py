@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from torchrelay.transports.meeting.connection import Inbox
+from torchrelay.transports.meeting.inbox import Inbox
 from torchrelay.transports.protocol.sender import Sending
 
 

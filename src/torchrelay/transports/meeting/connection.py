@@ -11,35 +11,25 @@ import contextlib
 import socket
 import threading
 import time
-import weakref
-from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
 from torchrelay.errors import DigestError, RemoteProtocolError
 from torchrelay.transports.meeting.directory import Identity
+from torchrelay.transports.meeting.socket_setup import tune
 from torchrelay.transports.wire import messages
 from torchrelay.transports.wire.messages import Abort, Message, Ping, Pong
 
-UNHEARD_BYTES = 64 << 20  # of messages that wait for a call; the peer keeps the others
-UNHEARD = 64  # such messages at most
-UNHEARD_SECONDS = 0.002  # until it is looked at whether the call has taken them
+WAITING_BYTES = 64 << 20  # of messages that wait for a call; the peer keeps the others
+WAITING = 64  # such messages at most
+FULL_SECONDS = 0.002  # until it is looked at whether the call has taken them
 UNSENT = 4096  # messages that a peer has not taken
 PARTING_SECONDS = 2.0  # for the last message to leave
 RECV_BYTES = 256 << 10
 
-# Seconds until an idle connection is probed, between probes, and their number; milliseconds that
-# sent bytes may stay unacknowledged.
-_KEEPALIVE = {
-    "TCP_KEEPIDLE": 10,
-    "TCP_KEEPINTVL": 5,
-    "TCP_KEEPCNT": 4,
-    "TCP_USER_TIMEOUT": 30_000,
-}
-
 
 @dataclass(frozen=True)
-class MessageHeard:
+class MessageReceived:
     """A message came on a connection."""
 
     connection: Connection
@@ -56,56 +46,7 @@ class ConnectionLost:
     damaged: bool = False  # a message came with other bytes than were sent
 
 
-Event = MessageHeard | ConnectionLost
-
-
-class Inbox:
-    """The events of one call: messages of its connections and results of its workers.
-
-    Any thread may put events in, one thread takes them out. An exception out of a signal handler
-    leaves it as it was. It is no `queue.SimpleQueue`: a wait there never ends if a signal handler
-    outlasts it.
-    """
-
-    def __init__(self) -> None:
-        self._events: deque[object] = deque()
-        self._news = threading.Lock()  # held while there is none
-
-    def put(self, event: object) -> None:
-        self._events.append(event)
-        with contextlib.suppress(RuntimeError):  # released already
-            self._news.release()
-
-    def get(self, seconds: float) -> object | None:
-        """The next event, or None if none comes in time."""
-        ends = time.monotonic() + seconds
-        while not self._events:
-            left = ends - time.monotonic()
-            if left <= 0 or not self._news.acquire(timeout=left):
-                return None
-        event = self._events.popleft()
-        if isinstance(event, MessageHeard):
-            event.connection.taken(event)
-        return event
-
-    def drain(self) -> list[object]:
-        """The events that are here now, without those that handling them may add."""
-        return [self._events.popleft() for _ in range(len(self._events))]
-
-
-_open: weakref.WeakSet[socket.socket] = weakref.WeakSet()
-
-
-def note_open(sock: socket.socket) -> None:
-    """Have a socket closed in forked children, where it is not of use."""
-    _open.add(sock)
-
-
-def close_in_child() -> None:
-    """In a forked child: let go of the parent's sockets, which stay open there. A peer of the
-    parent must notice when that one ends."""
-    for sock in list(_open):
-        sock.close()
+Event = MessageReceived | ConnectionLost
 
 
 class Connection:
@@ -123,7 +64,7 @@ class Connection:
         tune(sock)
         self.rank = rank
         self.identity = identity  # of the process that was called
-        self.heard_at = time.monotonic()  # anything, a `Pong` too
+        self.received_at = time.monotonic()  # anything, a `Pong` too
         self.deliver = deliver
         self._sock, self._loop = sock, loop
         self._lock = threading.Lock()
@@ -154,7 +95,7 @@ class Connection:
             self._later(PARTING_SECONDS, self._end)
         elif self._is_full:
             loop.remove_reader(fd)
-            self._later(UNHEARD_SECONDS, self.update)
+            self._later(FULL_SECONDS, self.update)
         else:
             loop.add_reader(fd, self._readable)
 
@@ -202,13 +143,13 @@ class Connection:
             self.closed = True
         self._in_loop(self.update)
 
-    def taken(self, event: MessageHeard) -> None:
+    def taken(self, event: MessageReceived) -> None:
         """The call has got a message: more may come."""
         self._taken += event.nbytes
 
     @property
     def _is_full(self) -> bool:
-        return self._came - self._taken > UNHEARD_BYTES
+        return self._came - self._taken > WAITING_BYTES
 
     def _in_loop(self, act: Callable[..., None], *args: object) -> None:
         with contextlib.suppress(RuntimeError):  # the loop has ended with the process
@@ -221,9 +162,9 @@ class Connection:
             data = self._sock.recv(RECV_BYTES)
             if not data:
                 raise ConnectionResetError("closed by the other side")
-            self.heard_at = time.monotonic()
+            self.received_at = time.monotonic()
             for message, nbytes in self._reader.feed(data):
-                self._heard(message, nbytes)
+                self._received(message, nbytes)
         except BlockingIOError:
             return
         except DigestError as fault:
@@ -234,13 +175,13 @@ class Connection:
         if self._is_full:
             self.update()
 
-    def _heard(self, message: Message, nbytes: int) -> None:
+    def _received(self, message: Message, nbytes: int) -> None:
         if isinstance(message, Ping):
             self.send(Pong())
         elif not isinstance(message, Pong):
-            counted = max(nbytes, UNHEARD_BYTES // UNHEARD)
+            counted = max(nbytes, WAITING_BYTES // WAITING)
             self._came += counted
-            self.deliver(MessageHeard(self, message, counted))
+            self.deliver(MessageReceived(self, message, counted))
 
     def _writable(self) -> None:
         with self._lock:
@@ -261,13 +202,3 @@ class Connection:
                 self.closed = True
                 self._backlog.clear()
             self._sock.close()
-
-
-def tune(sock: socket.socket) -> None:
-    """Send small messages at once, and have the kernel notice a peer that is gone."""
-    with contextlib.suppress(OSError):
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    for name, value in _KEEPALIVE.items():
-        with contextlib.suppress(OSError, AttributeError):  # another system
-            sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)

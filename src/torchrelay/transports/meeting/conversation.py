@@ -19,7 +19,8 @@ from torchrelay.errors import (
     StepMismatchError,
     TransferTimeoutError,
 )
-from torchrelay.transports.meeting.connection import ConnectionLost, Inbox, MessageHeard
+from torchrelay.transports.meeting.connection import ConnectionLost, MessageReceived
+from torchrelay.transports.meeting.inbox import Inbox
 from torchrelay.transports.meeting.node import Meeting
 from torchrelay.transports.wire.messages import Abort, Message, NodeAddress, Ping
 
@@ -33,13 +34,13 @@ class _Silence:
     no peer meanwhile."""
 
     def __init__(self) -> None:
-        self._seconds, self._heard_at, self._looked_at = 0.0, 0.0, 0.0
+        self._seconds, self._received_at, self._looked_at = 0.0, 0.0, 0.0
 
-    def so_far(self, heard_at: float) -> float:
-        """The seconds as of now. `heard_at`: when anything came last."""
+    def so_far(self, received_at: float) -> float:
+        """The seconds as of now. `received_at`: when anything came last."""
         now = time.monotonic()
-        if heard_at != self._heard_at or not self._looked_at:
-            self._seconds, self._heard_at = 0.0, heard_at
+        if received_at != self._received_at or not self._looked_at:
+            self._seconds, self._received_at = 0.0, received_at
         else:
             self._seconds += min(now - self._looked_at, 2 * TICK)
         self._looked_at = now
@@ -110,7 +111,7 @@ class Conversation:
                     raise self.late(awaited)
             if isinstance(event, ConnectionLost):
                 raise self.lost(event.reason, damaged=event.damaged)
-            if isinstance(event, MessageHeard):
+            if isinstance(event, MessageReceived):
                 self._silence.end()
                 if isinstance(event.message, Abort):
                     kind = StepMismatchError if event.message.kind == "step" else PeerAbortedError
@@ -128,7 +129,7 @@ class Conversation:
         """Nothing has come. A process that lives answers a ping, however busy it is."""
         if not self.patience:
             return
-        if self._silence.so_far(self._connection.heard_at) > self.patience:
+        if self._silence.so_far(self._connection.received_at) > self.patience:
             why = f"did not answer for {self.patience:.3g} s, and its {awaited} is due"
             raise self._fault(TransferTimeoutError, f"timed out: rank {self.sender} {why}")
         self._connection.send(Ping())

@@ -20,7 +20,7 @@ from torchrelay.memory import threads
 from torchrelay.shortage import raise_shortage
 from torchrelay.system import in_child
 from torchrelay.transports.meeting.addresses import listen_here
-from torchrelay.transports.meeting.connection import close_in_child, note_open
+from torchrelay.transports.meeting.socket_setup import close_in_child, note_open
 from torchrelay.transports.wire import handshake
 from torchrelay.transports.wire.handshake import Hello
 

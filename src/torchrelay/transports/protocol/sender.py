@@ -16,7 +16,8 @@ from torchrelay.errors import RelayError
 from torchrelay.memory.pool import cores
 from torchrelay.record.rank_reads import decode_reads
 from torchrelay.results import Outcome, Report, Traffic
-from torchrelay.transports.meeting.connection import ConnectionLost, Inbox, MessageHeard
+from torchrelay.transports.meeting.connection import ConnectionLost, MessageReceived
+from torchrelay.transports.meeting.inbox import Inbox
 from torchrelay.transports.meeting.matching import OpenSend, ReceiverJoined
 from torchrelay.transports.meeting.node import DataTicket
 from torchrelay.transports.protocol.options import SendOptions, TransferCall
@@ -179,7 +180,7 @@ class Sending:
         now, silent, stuck = time.monotonic(), {}, {}
         for rank, peer in self._peers.items():
             if peer.connection is not None:
-                silent[rank] = now - peer.connection.heard_at
+                silent[rank] = now - peer.connection.received_at
             # Asked once: the last chunk may leave between two looks.
             if peer.service is not None and (since := peer.service.stuck_since) is not None:
                 stuck[rank] = now - since
@@ -212,11 +213,11 @@ class Sending:
                 event.connection.close()
             else:
                 self._node.put_back(event)
-        elif isinstance(event, (MessageHeard, ConnectionLost)):
+        elif isinstance(event, (MessageReceived, ConnectionLost)):
             peer = self._peers[event.connection.rank]
             if peer.connection is not event.connection:
                 return  # it was put back
-            if isinstance(event, MessageHeard):
+            if isinstance(event, MessageReceived):
                 self._machine.heard(peer.rank, event.message, now)
             else:
                 self._machine.lost(peer.rank, event.reason)
