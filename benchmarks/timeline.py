@@ -18,7 +18,7 @@ from benchmarks.harness import SECONDS, Ranks
 from torchrelay import Relay
 from torchrelay.transports.meeting import node
 from torchrelay.transports.meeting.connection import Connection
-from torchrelay.transports.protocol import holder, receiver, sender
+from torchrelay.transports.protocol import holder, receiver, sender, serving
 from torchrelay.transports.routes import cuda_ipc, memory, reading, tcp
 from torchrelay.transports.routes.outgoing import Outgoing
 from torchrelay.transports.streams import chunk_receiver, sockets
@@ -45,10 +45,10 @@ def _traced(owner: Any, name: str, label: str = "") -> None:
 def _trace() -> None:
     for owner, name in (
         (sender, "capture"),
-        (sender.Sending, "offer"),
-        (sender.Sending, "go"),
-        (sender.Sending, "confirm"),
-        (sender.Sending, "_close"),
+        (serving.Serving, "offer"),
+        (serving.Serving, "go"),
+        (serving.Serving, "confirm"),
+        (serving.Serving, "close"),
         (receiver, "_inspected"),
         (receiver.Receiving, "_fit"),
         (holder.LiveHolder, "accept"),

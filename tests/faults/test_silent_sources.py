@@ -21,7 +21,7 @@ from tests.support.ways import patched
 from torchrelay.transports.meeting import calls, waits
 from torchrelay.transports.meeting.connection import Connection
 from torchrelay.transports.protocol.peers import Peer
-from torchrelay.transports.protocol.sender import Sending
+from torchrelay.transports.protocol.serving import Serving
 from torchrelay.transports.wire.messages import Message, Ping
 
 NEW, OTHER = 1, 2
@@ -139,18 +139,18 @@ def answers_while_busy(rank: int, group: Any) -> Any:
     if rank == 0:
         return attempt(lambda: relay.send(replicas(mesh), 2, step=NEW))
     pings = threading.Semaphore(0)
-    heard, confirm = Connection._received, Sending.confirm
+    heard, confirm = Connection._received, Serving.confirm
 
     def count(self: Connection, message: Message, nbytes: int) -> None:
         if isinstance(message, Ping):
             pings.release()
         heard(self, message, nbytes)
 
-    def late(self: Sending, peer: Peer) -> None:
+    def late(self: Serving, peer: Peer) -> None:
         assert all(pings.acquire(timeout=SOON) for _ in range(PINGS))
         confirm(self, peer)
 
-    with patched(Connection, _received=count), patched(Sending, confirm=late):
+    with patched(Connection, _received=count), patched(Serving, confirm=late):
         return attempt(lambda: relay.send(replicas(mesh), 2, step=NEW))
 
 

@@ -20,7 +20,7 @@ from torchrelay.transports.meeting.directory import identity_from_text
 from torchrelay.transports.meeting.last_transfers import LastTransfers
 from torchrelay.transports.protocol.peers import Peer, Stage, outcome
 from torchrelay.transports.protocol.receiver import Receiving
-from torchrelay.transports.protocol.sender import Sending
+from torchrelay.transports.protocol.serving import Serving
 
 OLD, LONG = 100, 25.0
 STILL = 1.2  # seconds that a receiver stands still: longer than a sender waits past its deadline
@@ -28,14 +28,14 @@ STILL = 1.2  # seconds that a receiver stands still: longer than a sender waits 
 
 def runs_out_of_time(wait: Callable[[], object]) -> AbstractContextManager[None]:
     """Within: a sender that has confirmed its state waits, and then has no time left."""
-    original = Sending.confirm
+    original = Serving.confirm
 
-    def confirm(sending: Sending, rank: int) -> None:
-        original(sending, rank)
+    def confirm(serving: Serving, peer: Any) -> None:
+        original(serving, peer)
         wait()
-        sending._deadline.hasten(0.0)
+        serving._call.deadline.hasten(0.0)
 
-    return patched(Sending, confirm=confirm)
+    return patched(Serving, confirm=confirm)
 
 
 def stands_still(then: Callable[[], None]) -> AbstractContextManager[None]:

@@ -20,6 +20,7 @@ from tests.support.ways import by, patched
 from torchrelay.describing.snapshot import Snapshot
 from torchrelay.transports.protocol.receiver import Receiving
 from torchrelay.transports.protocol.sender import Sending
+from torchrelay.transports.protocol.serving import Serving
 from torchrelay.transports.wire.messages import Confirmed, Digests, Go, Offer
 
 OLD, NEW = 100, 1
@@ -132,14 +133,14 @@ def trained_on(rank: int, group: Any, when: str) -> Any:
         live = blank()
         return gathered(relay, live, step=NEW), gathered(relay, live, step=2)
     state, again = shard(mesh, NEW, rank), shard(mesh, 2, rank)
-    original = getattr(Sending, when)
+    original = getattr(Serving, when)
 
-    def trains(self: Sending, *args: Any) -> Any:
+    def trains(self: Serving, *args: Any) -> Any:
         with torch.no_grad():
             state["w"].to_local().add_(1)
         return original(self, *args)
 
-    with patched(Sending, **{when: trains}) if rank == 1 else nullcontext():
+    with patched(Serving, **{when: trains}) if rank == 1 else nullcontext():
         out = attempt(lambda: relay.send(state, 2, step=NEW))
     return out, attempt(lambda: relay.send(again, 2, step=2))
 
@@ -161,13 +162,13 @@ def two_at_once(rank: int, group: Any, steps: bool, rounds: int) -> Any:
     relay, mesh = tr.Relay(group, timeout=LONG, join_window=3.0), senders()
     found = []
     both = Barrier(2)
-    original = Sending._run
+    original = Sending._described
 
-    def beside(self: Sending, state: object) -> None:
+    def beside(self: Sending, state: object) -> Any:
         # Calls that do not overlap on a rank are calls one after the other, which only a step
         # tells apart.
         both.wait(LONG)
-        original(self, state)
+        return original(self, state)
 
     for _ in range(rounds):
         dist.barrier(group)
@@ -180,7 +181,7 @@ def two_at_once(rank: int, group: Any, steps: bool, rounds: int) -> Any:
             out = gathered(relay, live, step=step)
             return out.error, out.weights
 
-        with patched(Sending, _run=beside), ThreadPoolExecutor(2) as pool:
+        with patched(Sending, _described=beside), ThreadPoolExecutor(2) as pool:
             found.append(list(pool.map(one, (NEW, 2))))
     return found
 

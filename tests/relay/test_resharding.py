@@ -27,8 +27,8 @@ from tests.support.ranks import Killed, run_ranks
 from tests.support.ways import patched
 from torchrelay import dropin
 from torchrelay.errors import RelayError
-from torchrelay.transports.protocol import sender as sender_module
-from torchrelay.transports.protocol.sender import Sending
+from torchrelay.transports.protocol import serving as serving_module
+from torchrelay.transports.protocol.serving import Serving
 from torchrelay.transports.routes.outgoing import Outgoing
 from torchrelay.transports.wire.messages import Accept
 
@@ -246,13 +246,13 @@ def test_what_is_refused_leaves_all_sides_right(pool8: Any, case: str) -> None:
 def failing(case: str, act: Callable[[], None]) -> Iterator[None]:
     """Within: this sender does `act` at a point of its talk with a receiver of parts."""
     spot = "services" if case == "asked" else "SnapshotPart"
-    original = getattr(sender_module, spot)
+    original = getattr(serving_module, spot)
 
     def act_first(*args: Any, **options: Any) -> Any:
         act()
         return original(*args, **options)
 
-    with patched(sender_module, **{spot: act_first}):
+    with patched(serving_module, **{spot: act_first}):
         yield
 
 
@@ -338,16 +338,16 @@ def lose_two(rank: int, group: Any) -> Any:
     copies = [distribute_tensor(torch.full((500,), 7.0), mesh, [Replicate()]) for _ in range(12)]
     state = {"copies": copies, "mine": torch.tensor(float(rank)), "rank": rank}
     left = {0: 1, 1: 0}.get(rank, 99)  # selections that this rank serves
-    selected = Sending._outgoing_of
+    selected = Serving._outgoing_of
 
-    def some(self: Sending, accept: Accept) -> Outgoing:
+    def some(self: Serving, accept: Accept) -> Outgoing:
         nonlocal left
         left -= 1
         if left < 0:
             fail()
         return selected(self, accept)
 
-    with patched(Sending, _outgoing_of=some):
+    with patched(Serving, _outgoing_of=some):
         return attempt(lambda: relay.send(state, RECEIVER)).error
 
 
@@ -462,14 +462,14 @@ def trained_on(rank: int, group: Any, route: str) -> Any:
         error = attempt(lambda: relay.recv([0, 1], into=live)).error
         return error, seed_of(live, 0)
     state = sharded(mesh, 1, Shard(0))
-    selected = Sending._outgoing_of
+    selected = Serving._outgoing_of
 
-    def after_a_step(self: Sending, accept: Accept) -> Outgoing:
+    def after_a_step(self: Serving, accept: Accept) -> Outgoing:
         if rank == 1:
             state["model"]["a"].to_local().add_(1)
         return selected(self, accept)
 
-    with patched(Sending, _outgoing_of=after_a_step):
+    with patched(Serving, _outgoing_of=after_a_step):
         return attempt(lambda: relay.send(state, 2)).error
 
 

@@ -20,7 +20,7 @@ from tests.support.ranks import RankPool, run_ranks
 from tests.support.ways import by, every_way, patched, refused_soon
 from torchrelay.memory.threads import IDLE
 from torchrelay.transports.protocol import receive_plan
-from torchrelay.transports.protocol.sender import Sending
+from torchrelay.transports.protocol.serving import Serving
 from torchrelay.transports.routes import outgoing as outgoing_module
 from torchrelay.transports.routes.memory import MemoryFetch
 from torchrelay.transports.routes.reading import ReadingFetch
@@ -516,7 +516,7 @@ def trained_while_sent(rank: int, group: Any, way: str, atomic: bool) -> Any:
         live = weights(OLD)
         return received(relay, 0, live, OLD, 1, LONG, atomic=atomic)
     state = weights(1)
-    original = Sending.go
+    original = Serving.go
 
     def trained(*args: Any) -> Any:
         found = original(*args)
@@ -524,7 +524,7 @@ def trained_while_sent(rank: int, group: Any, way: str, atomic: bool) -> Any:
             state["h"].add_(1)
         return found
 
-    with patched(Sending, go=trained):
+    with patched(Serving, go=trained):
         out = attempt(lambda: relay.send(state, 1, step=1))
     return out, sent(relay, 2, 1, LONG)
 

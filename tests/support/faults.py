@@ -15,7 +15,7 @@ from tests.support.ranks import reached
 from torchrelay.transports.meeting.conversation import Conversation
 from torchrelay.transports.protocol import sender as sender_module
 from torchrelay.transports.protocol.receiver import Receiving
-from torchrelay.transports.protocol.sender import Sending
+from torchrelay.transports.protocol.serving import Serving
 from torchrelay.transports.routes.host.ring import RingFiller
 from torchrelay.transports.routes.memory import MemoryFetch
 from torchrelay.transports.routes.route import RouteFetch
@@ -104,15 +104,15 @@ def _says(kind: type) -> Callable[..., bool]:
 
 _SENDER = {
     "capture": _Spot(sender_module, "capture"),
-    "joined": _Spot(Sending, "offer"),
-    "go": _Spot(Sending, "go"),
-    "confirm": _Spot(Sending, "confirm"),
-    "confirmed": _Spot(Sending, "confirm", after=True),
-    "end": _Spot(Sending, "_close"),
+    "joined": _Spot(Serving, "offer"),
+    "go": _Spot(Serving, "go"),
+    "confirm": _Spot(Serving, "confirm"),
+    "confirmed": _Spot(Serving, "confirm", after=True),
+    "end": _Spot(Serving, "close"),
 }
 SENDER = {
     "tcp": {**_SENDER, "data": _Spot(ChunkSender, "_send", nth=5)},
-    "memory": {**_SENDER, "data": _Spot(Sending, "go", after=True)},
+    "memory": {**_SENDER, "data": _Spot(Serving, "go", after=True)},
     "ring": {**_SENDER, "data": _Spot(RingFiller, "fill", nth=5)},
 }
 """Where a sender can be held, by way and phase. Where it is read from, it has no part in `data`."""

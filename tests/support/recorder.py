@@ -243,7 +243,7 @@ class Driver:
     def _say(self, rank: int, message: Message) -> None:
         self.heard_at[rank] = self.now
         self.fetched[rank] += isinstance(message, Fetched)
-        self.machine.heard(rank, message, self.now)
+        self.machine.received(rank, message, self.now)
 
     def _does_anything(self, rank: int, peer: Peer) -> None:
         chance, stage = self.chance, peer.stage

@@ -7,20 +7,20 @@ from typing import Any
 import pytest
 
 from torchrelay.transports.meeting.inbox import Inbox
-from torchrelay.transports.protocol.sender import Sending
+from torchrelay.transports.protocol.sender import SendLoop
 
 
 def loop(monkeypatch: pytest.MonkeyPatch, during: dict[str, list[str]]) -> tuple[Any, list[str]]:
     """A loop without receivers, and what it has handled; `during` an event, others come."""
-    sending, handled = Sending.__new__(Sending), []
+    sending, handled = SendLoop.__new__(SendLoop), []
     sending._inbox = Inbox()
 
-    def handle(self: Sending, event: Any) -> None:
+    def handle(self: SendLoop, event: Any) -> None:
         handled.append(event)
         for more in during.get(event, []):
             self._inbox.put(more)
 
-    monkeypatch.setattr(Sending, "_handle", handle)
+    monkeypatch.setattr(SendLoop, "_handle", handle)
     return sending, handled
 
 
@@ -33,7 +33,7 @@ def test_what_comes_while_another_event_is_handled_is_not_lost(
     for event in first:
         sending._inbox.put(event)
     for _ in range(8):
-        sending._take(0.0)
+        sending.take(0.0)
     assert handled == [*first, "d", "e", "f", "g"]
 
 
@@ -41,5 +41,5 @@ def test_a_peer_that_goes_on_and_on_does_not_keep_the_loop(monkeypatch: pytest.M
     """Deadlines are looked at between two calls."""
     sending, handled = loop(monkeypatch, {"again": ["again"]})
     sending._inbox.put("again")
-    sending._take(0.0)
+    sending.take(0.0)
     assert 1 <= len(handled) <= 2

@@ -48,13 +48,13 @@ def at(
     made.joined(1, Join(address=address), False, 0.0)
     if stage is Stage.ACCEPTED:
         assert others
-        made.heard(1, TCP, 0.1)
+        made.received(1, TCP, 0.1)
     elif stage in (Stage.ACTIVE, Stage.CONFIRMED, Stage.DONE):
-        made.heard(1, PARTS, 0.1)
+        made.received(1, PARTS, 0.1)
         if stage is not Stage.ACTIVE:
-            made.heard(1, Fetched(), 0.2)
+            made.received(1, Fetched(), 0.2)
         if stage is Stage.DONE:
-            made.heard(1, Done(), 0.3)
+            made.received(1, Done(), 0.3)
     assert made.peers[1].stage is stage
     recorder.effects.clear()
     return made, recorder
@@ -116,26 +116,26 @@ def test_a_receiver_that_does_not_come_has_failed() -> None:
 @pytest.mark.parametrize("others", [0, 2])
 def test_a_receiver_that_reads_begins_at_once(others: int) -> None:
     made, recorder = at(Stage.OFFERED, others=others)
-    made.heard(1, MEMORY, 1.0)
+    made.received(1, MEMORY, 1.0)
     assert recorder.effects == [(1, "go", Link(1, None, None, 0))]
     assert made.peers[1].stage is Stage.ACTIVE
 
 
 def test_a_receiver_of_parts_waits_for_no_chain() -> None:
     made, recorder = at(Stage.OFFERED, others=2)
-    made.heard(1, Accept("tcp", reads=READS), 1.0)
+    made.received(1, Accept("tcp", reads=READS), 1.0)
     assert recorder.names(1) == ["go"] and made.peers[1].stage is Stage.ACTIVE
 
 
 def test_the_only_receiver_waits_for_no_chain() -> None:
     made, recorder = at(Stage.OFFERED)
-    made.heard(1, TCP, 1.0)
+    made.received(1, TCP, 1.0)
     assert recorder.names(1) == ["go"]
 
 
 def test_a_receiver_that_no_other_can_reach_is_fed_alone() -> None:
     made, recorder = at(Stage.OFFERED, others=2, address=None)
-    made.heard(1, TCP, 1.0)
+    made.received(1, TCP, 1.0)
     assert recorder.names(1) == ["go"]
 
 
@@ -147,7 +147,7 @@ def test_receivers_of_a_chain_begin_when_all_are_here() -> None:
         )
     for rank in (1, 2, 3):
         assert made.join_ends() > 0.0 and recorder.effects[-1].name == "offer"
-        made.heard(rank, TCP, 0.0)
+        made.received(rank, TCP, 0.0)
         assert made.peers[rank].stage is Stage.ACCEPTED
     assert made.join_ends() == float("-inf")
     made.end_join(0.5)
@@ -174,14 +174,14 @@ def test_one_that_comes_after_the_join_is_over_is_fed_alone() -> None:
     for rank in (1, 2):
         made.joined(rank, Join(address=AT), False, 0.0)
     made.joining = False
-    made.heard(2, TCP, 1.0)
+    made.received(2, TCP, 1.0)
     assert recorder.effects[-1] == (2, "go", Link(2, None, None, 0))
 
 
 @pytest.mark.parametrize("stage", [Stage.OFFERED, Stage.ACCEPTED, Stage.ACTIVE])
 def test_a_receiver_that_gives_up_has_failed(stage: Stage) -> None:
     made, recorder = at(stage, others=1)
-    made.heard(1, Abort("no memory", late=True), 4.0)
+    made.received(1, Abort("no memory", late=True), 4.0)
     peer = made.peers[1]
     assert recorder.names(1) == ["drop"]
     assert peer.stage is Stage.FAILED and peer.late and peer.reason == "gave up: no memory"
@@ -197,7 +197,7 @@ def test_a_receiver_that_does_not_answer_the_offer_is_aborted() -> None:
 def test_a_receiver_that_needs_chunks_is_fed() -> None:
     made, recorder = at(Stage.ACTIVE)
     need = Need((3, 1), True)
-    made.heard(1, need, 1.0)
+    made.received(1, need, 1.0)
     assert recorder.effects == [(1, "feed", need)] and not made.peers[1].rerouted
 
 
@@ -205,10 +205,10 @@ def test_a_receiver_that_lost_its_upstream_is_named_once() -> None:
     made, recorder = machine([1, 2])
     for rank in (1, 2):
         made.joined(rank, Join(address=AT), False, 0.0)
-        made.heard(rank, TCP, 0.0)
+        made.received(rank, TCP, 0.0)
     made.end_join(0.0)
     for rank in (1, 2, 2):
-        made.heard(rank, Need((0,)), 1.0)
+        made.received(rank, Need((0,)), 1.0)
     assert [peer.rank for peer in made.peers.values() if peer.rerouted] == [2]
     assert recorder.names(2).count("feed") == 2
 
@@ -216,8 +216,8 @@ def test_a_receiver_that_lost_its_upstream_is_named_once() -> None:
 def test_digests_and_notes_go_where_they_belong() -> None:
     made, recorder = at(Stage.ACTIVE)
     want, note = Want(((0, 3),)), RouteNote(b"ring")
-    made.heard(1, want, 1.0)
-    made.heard(1, note, 1.0)
+    made.received(1, want, 1.0)
+    made.received(1, note, 1.0)
     assert recorder.effects == [(1, "tell_digests", want), (1, "note", note)]
     assert made.peers[1].stage is Stage.ACTIVE
 
@@ -225,15 +225,15 @@ def test_digests_and_notes_go_where_they_belong() -> None:
 @pytest.mark.parametrize("stage", [Stage.ACTIVE, Stage.CONFIRMED])
 def test_a_receiver_of_parts_may_take_more(stage: Stage) -> None:
     made, recorder = at(stage)
-    made.heard(1, PARTS, 1.0)
+    made.received(1, PARTS, 1.0)
     assert recorder.names(1) == ["go"] and made.peers[1].stage is Stage.ACTIVE
-    made.heard(1, Fetched(), 2.0)
+    made.received(1, Fetched(), 2.0)
     assert recorder.names(1) == ["go", "confirm"]
 
 
 def test_a_receiver_that_has_all_is_told_to_commit() -> None:
     made, recorder = at(Stage.ACTIVE)
-    made.heard(1, Fetched(), 1.0)
+    made.received(1, Fetched(), 1.0)
     assert recorder.effects == [(1, "confirm", None)]
     assert made.peers[1].stage is Stage.CONFIRMED
 
@@ -247,9 +247,9 @@ def test_a_receiver_of_parts_that_could_have_got_two_states_commits_none() -> No
     ):
         made, recorder = machine([1], step=5)
         made.joined(1, join, False, 0.0)
-        made.heard(1, PARTS, 0.1)
+        made.received(1, PARTS, 0.1)
         recorder.another = True
-        made.heard(1, Fetched(), 0.2)
+        made.received(1, Fetched(), 0.2)
         assert (made.peers[1].stage is Stage.REFUSED) == refused
         assert recorder.names(1)[-2:] == (["Abort", "drop"] if refused else ["go", "confirm"])
 
@@ -259,7 +259,7 @@ def test_nobody_commits_a_state_that_has_changed() -> None:
     made.joined(2, Join(address=AT), False, 0.0)
     recorder.changed = True
     with pytest.raises(StateError):
-        made.heard(1, Fetched(), 1.0)
+        made.received(1, Fetched(), 1.0)
     made.abort("the sender gave up")
     assert recorder.names(1) == ["Abort", "drop"]
     assert recorder.names(2) == ["offer", "Abort", "drop"]
@@ -270,7 +270,7 @@ def test_a_receiver_that_has_committed_is_done() -> None:
     made, recorder = at(Stage.CONFIRMED)
     made.end_join(0.5)
     assert not made.over
-    made.heard(1, Done(), 1.0)
+    made.received(1, Done(), 1.0)
     assert made.peers[1].stage is Stage.DONE and made.over and recorder.effects == []
 
 
@@ -280,10 +280,10 @@ def test_a_confirmed_receiver_that_is_lost_is_unknown(how: str) -> None:
     made.joining = False
     act: dict[str, Callable[[], None]] = {
         "lost": lambda: made.lost(1, "closed"),
-        "abort": lambda: made.heard(1, Abort("no"), 1.0),
+        "abort": lambda: made.received(1, Abort("no"), 1.0),
         "silent": lambda: made.tick(99.0, {1: 10.1}, {}),
         "time": made.time_is_up,
-        "out of turn": lambda: made.heard(1, Fetched(), 1.0),
+        "out of turn": lambda: made.received(1, Fetched(), 1.0),
         "gave up": lambda: made.abort("Ctrl-C"),
     }
     act[how]()
@@ -294,7 +294,7 @@ def test_a_confirmed_receiver_that_is_lost_is_unknown(how: str) -> None:
 def test_a_refusal_counts_at_any_stage(stage: Stage) -> None:
     made, recorder = at(stage, others=1)
     refusal = Refuse("mismatch", "dtype differs", "a.b")
-    made.heard(1, refusal, 1.0)
+    made.received(1, refusal, 1.0)
     peer = made.peers[1]
     assert peer.stage is Stage.REFUSED and peer.refusal == refusal
     assert recorder.names(1) == ["drop"]
@@ -337,7 +337,7 @@ SAID: list[Message] = [
 @pytest.mark.parametrize("message", SAID, ids=lambda one: type(one).__name__)
 def test_what_is_said_out_of_turn_ends_its_receiver(stage: Stage, message: Message) -> None:
     made, recorder = at(stage, others=1)
-    made.heard(1, message, 1.0)
+    made.received(1, message, 1.0)
     out_of_turn = "out of turn" in made.peers[1].reason
     assert out_of_turn == (type(message) not in TURNS[stage])
     if out_of_turn:
@@ -347,7 +347,7 @@ def test_what_is_said_out_of_turn_ends_its_receiver(stage: Stage, message: Messa
 @pytest.mark.parametrize("stage", [Stage.ACTIVE, Stage.CONFIRMED])
 def test_the_whole_state_is_accepted_once(stage: Stage) -> None:
     made, _ = at(stage)
-    made.heard(1, MEMORY, 1.0)
+    made.received(1, MEMORY, 1.0)
     assert "sent Accept out of turn" in made.peers[1].reason
 
 
@@ -356,21 +356,21 @@ def test_the_whole_state_is_accepted_once(stage: Stage) -> None:
 def test_a_receiver_that_is_not_served_says_nothing_here(stage: Stage, message: Message) -> None:
     made, recorder = at(Stage.EXPECTED)
     made.peers[1].stage = stage
-    made.heard(1, message, 1.0)
+    made.received(1, message, 1.0)
     made.lost(1, "closed")
     assert made.peers[1].stage is stage and recorder.effects == []
 
 
 def test_a_route_that_was_not_offered() -> None:
     made, recorder = at(Stage.OFFERED)
-    made.heard(1, Accept("teleport"), 1.0)
+    made.received(1, Accept("teleport"), 1.0)
     assert "not known here" in made.peers[1].reason
     assert recorder.names(1) == ["Abort", "drop"]
 
 
 def test_a_route_that_was_not_asked_for_is_a_refusal() -> None:
     made, recorder = at(Stage.OFFERED, route="memory")
-    made.heard(1, TCP, 1.0)
+    made.received(1, TCP, 1.0)
     peer = made.peers[1]
     assert peer.refusal is not None and peer.refusal.kind == "route"
     assert recorder.names(1) == ["Abort", "drop"]
@@ -383,7 +383,7 @@ def test_what_cannot_be_done_ends_its_receiver(name: str) -> None:
     made.joined(1, Join(address=AT), False, 0.0)
     made.joined(2, Join(address=AT), False, 0.0)
     for message in (MEMORY, Need((0,)), Want(()), RouteNote(b"")):
-        made.heard(1, message, 1.0)
+        made.received(1, message, 1.0)
     assert recorder.names(1)[-2:] == ["Abort", "drop"] and "no memory" in made.peers[1].reason
     assert made.peers[1].stage is Stage.FAILED
     assert made.peers[2].stage is Stage.OFFERED and recorder.names(2) == ["offer"]
@@ -422,7 +422,7 @@ def test_receivers_are_asked_whether_they_are_there(stage: Stage) -> None:
 def test_one_that_waits_for_the_others_and_is_gone_does_not_begin() -> None:
     made, recorder = at(Stage.ACCEPTED, others=2)
     made.joined(2, Join(address=AT), False, 0.0)
-    made.heard(2, TCP, 0.0)
+    made.received(2, TCP, 0.0)
     made.tick(10.2, {1: 10.1, 2: 0.1}, {})
     assert made.peers[1].stage is Stage.FAILED
     made.end_join(10.2)
@@ -448,18 +448,18 @@ def test_a_window_for_the_others_and_as_long_for_each_answer() -> None:
     assert made.join_ends() == 30.0  # for the first to come
     made.joined(1, Join(address=AT), False, 8.0)
     assert made.join_ends() == 60.0  # nobody waits for nobody: it is alone
-    made.heard(1, TCP, 9.0)
+    made.received(1, TCP, 9.0)
     assert made.join_ends() == 13.0
     made.joined(2, Join(address=AT), False, 12.0)
     assert made.join_ends() == 17.0
-    made.heard(2, TCP, 12.5)
+    made.received(2, TCP, 12.5)
     assert made.join_ends() == 13.0
 
 
 def test_each_receiver_that_says_nothing_costs_the_others_a_window_at_most() -> None:
     made, _ = machine([1, 2, 3, 4], window=1.0, seconds=60.0)
     made.joined(1, Join(address=AT), False, 0.0)
-    made.heard(1, TCP, 0.0)
+    made.received(1, TCP, 0.0)
     for rank, now in ((2, 0.9), (3, 1.8), (4, 2.7)):
         assert made.join_ends() <= rank - 1
         made.joined(rank, Join(address=AT), False, now)
@@ -469,7 +469,7 @@ def test_each_receiver_that_says_nothing_costs_the_others_a_window_at_most() -> 
 def test_waiting_leaves_half_of_the_time_for_serving() -> None:
     made, _ = machine([1, 2], window=50.0, seconds=10.0, join_timeout=10.0)
     made.joined(1, Join(address=AT), False, 2.0)
-    made.heard(1, TCP, 2.0)
+    made.received(1, TCP, 2.0)
     assert made.join_ends() == 6.0
 
 

@@ -57,7 +57,7 @@ class Peer:
     connection: Connection | None = None
     services: dict[str, RouteService] = field(default_factory=dict)
     service: RouteService | None = None  # of the route that it took
-    asked: set[int] = field(default_factory=set)  # chunks whose digests it has asked for
+    requested: set[int] = field(default_factory=set)  # chunks whose digests it has requested
 
     def give_up(self, reason: str, *, late: bool = False) -> None:
         """It has failed; but one that was confirmed may have committed."""

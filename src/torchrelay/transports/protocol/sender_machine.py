@@ -13,8 +13,8 @@ losses and the time; tests drive it with a recorder.
 | OFFERED           | nothing in time                  | abort                     | FAILED    |
 | ACCEPTED          | all are here, or the window ends | go                        | ACTIVE    |
 | ACTIVE            | `Need`                           | feed it from here         | ACTIVE    |
-| ACTIVE            | `Want`                           | tell it digests           | ACTIVE    |
-| ACTIVE            | `RouteNote`                      | its route hears it        | ACTIVE    |
+| ACTIVE            | `Want`                           | send it digests           | ACTIVE    |
+| ACTIVE            | `RouteNote`                      | its route handles it      | ACTIVE    |
 | ACTIVE, CONFIRMED | `Accept` of more reads           | go                        | ACTIVE    |
 | ACTIVE            | `Fetched`                        | confirm, unless changed   | CONFIRMED |
 | CONFIRMED         | `Done`                           |                           | DONE      |
@@ -54,7 +54,7 @@ class Effects(Protocol):
     def go(self, peer: Peer, link: Link) -> None:
         """Begin to serve a receiver."""
 
-    def serve(self, peer: Peer, asked: m.Need | m.Want | m.RouteNote) -> None:
+    def serve(self, peer: Peer, request: m.Need | m.Want | m.RouteNote) -> None:
         """Send a receiver chunks or digests, or hand a note to its route."""
 
     def confirm(self, peer: Peer) -> None:
@@ -66,6 +66,12 @@ class Effects(Protocol):
         """Serve a receiver no longer, and close its connection."""
 
 
+def patience_of(options: SendOptions, seconds: float, receivers: int) -> float:
+    """Seconds without a sign of a receiver after which it is lost; 0.0: the deadline counts. One
+    receiver alone delays no one."""
+    return min(options.window, seconds / 4) if receivers > 1 else 0.0
+
+
 @dataclass
 class SenderMachine:
     options: SendOptions
@@ -75,10 +81,9 @@ class SenderMachine:
     begun: float
     joining: bool = True
 
-    def __post_init__(self) -> None:
-        # One receiver alone delays no one: the deadline counts for it.
-        several = len(self.peers) > 1
-        self.patience = min(self.options.window, self.seconds / 4) if several else 0.0
+    @property
+    def patience(self) -> float:
+        return patience_of(self.options, self.seconds, len(self.peers))
 
     def among(self, *stages: Stage) -> list[Peer]:
         return [peer for peer in self.peers.values() if peer.stage in stages]
@@ -151,14 +156,14 @@ class SenderMachine:
         except StateError:
             raise
         except Exception as fault:
-            said = fault.message if isinstance(fault, RelayError) else str(fault)
-            why = said if isinstance(fault, (RelayError, RouteFault)) else repr(fault)
+            text = fault.message if isinstance(fault, RelayError) else str(fault)
+            why = text if isinstance(fault, (RelayError, RouteFault)) else repr(fault)
             self.fail(peer, f"cannot be served: {why}")
 
     # Messages
 
-    def heard(self, rank: int, message: m.Message, now: float) -> None:
-        """A receiver has said something."""
+    def received(self, rank: int, message: m.Message, now: float) -> None:
+        """A receiver has sent a message."""
         peer = self.peers[rank]
         if peer.stage in OVER or peer.stage is Stage.EXPECTED:
             return
@@ -220,18 +225,18 @@ class SenderMachine:
         if self.peers[rank].stage in UNDER_WAY:
             self._drop(self.peers[rank], f"connection lost: {reason}")
 
-    def fail(self, peer: Peer, reason: str, *, late: bool = False, said: str = "") -> None:
-        """Give up on one receiver, and tell it so."""
+    def fail(self, peer: Peer, reason: str, *, late: bool = False, message: str = "") -> None:
+        """Give up on one receiver, and send it the reason, or this `message`."""
         # A receiver that has been asked to commit takes no more messages.
         if peer.stage is not Stage.CONFIRMED:
-            said = said or f"the sender gave up on this rank: {reason}"
-            self.effects.send(peer, m.Abort(m.text(said), late=late))
+            message = message or f"the sender gave up on this rank: {reason}"
+            self.effects.send(peer, m.Abort(m.text(message), late=late))
         self._drop(peer, reason, late=late)
 
     def abort(self, reason: str) -> None:
         """Give up altogether."""
         for peer in self.among(*UNDER_WAY):
-            self.fail(peer, reason, said=reason)
+            self.fail(peer, reason, message=reason)
         for peer in self.among(Stage.EXPECTED):
             peer.give_up(reason)
 
@@ -246,7 +251,7 @@ class SenderMachine:
         return min(self.patience / 4, 0.25) if self.patience else 1.0
 
     def tick(self, now: float, silent: Mapping[int, float], stuck: Mapping[int, float]) -> None:
-        """Some time has passed: for how long each receiver was not heard of, and took none of the
+        """Some time has passed: for how long each receiver was silent, and took none of the
         chunks that wait for it."""
         if not self.patience:
             return

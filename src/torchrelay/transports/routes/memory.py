@@ -90,9 +90,9 @@ class MemoryService(r.RouteService):
     def table(self, outgoing: Outgoing) -> MemoryTable:
         return MemoryTable(outgoing.host, m.to_ranges(list(outgoing.elsewhere)))
 
-    def hear(self, data: bytes) -> None:
+    def handle_note(self, data: bytes) -> None:
         if self.outgoing is None:
-            raise r.RouteFault("said something before the data began")
+            raise r.RouteFault("sent a note before the data began")
         wanted = _read_fill(data)
         if self._ring is None:
             rings, report = self._receiver.member.resources.of(SharedRings), self._receiver.report
@@ -276,7 +276,7 @@ class MemoryFetch(ReadingFetch):
                 chunk = self._asked[slot] = self._unfilled.pop(0)
                 self._talk.send(m.RouteNote(m.write(Fill(chunk, slot))))
 
-    def _hear(self, data: bytes) -> None:
+    def _handle_note(self, data: bytes) -> None:
         filled = m.read_by(_to_receiver, data)
         if isinstance(filled, Ring):
             self._map_ring(filled)

@@ -69,7 +69,7 @@ class ReadingFetch(RouteFetch):
         """Start to read these, for the first time or because they did not match."""
         raise NotImplementedError
 
-    def _hear(self, data: bytes) -> None:
+    def _handle_note(self, data: bytes) -> None:
         """A message of the sender's end."""
         raise self._wrong("RouteNote out of turn")
 
@@ -145,7 +145,7 @@ class ReadingFetch(RouteFetch):
                 if event.then is not None:
                     event.then()
             elif isinstance(event, RouteNote):
-                self._hear(event.data)
+                self._handle_note(event.data)
             elif isinstance(event, Digests):
                 self._take_digests(event.chunks, event.digests)
             elif isinstance(event, Message):

@@ -103,9 +103,9 @@ class RouteService:
         """Send these chunks from here; `restart`: these alone, over new connections."""
         raise RouteFault("asked for chunks on a route on which it reads them itself")
 
-    def hear(self, data: bytes) -> None:
+    def handle_note(self, data: bytes) -> None:
         """A message of the receiver's end. `RemoteProtocolError` if it makes no sense."""
-        raise RouteFault("said something that its route does not understand")
+        raise RouteFault("sent a note that its route does not understand")
 
     @property
     def stuck_since(self) -> float | None:
