@@ -115,7 +115,7 @@ def test_a_receiver_that_may_have_the_state_is_unknown_until_it_tells(
 
 def test_the_error_says_that_a_receiver_may_have_it() -> None:
     peer = Peer(3, Stage.CONFIRMED)
-    peer.give_up("not done after 2 s", late=True)
+    peer.give_up("not done after 2 s", timed_out=True)
     fault = outcome([peer], sent="5 of 5 bytes sent", step=None, phase="data")
     assert isinstance(fault, tr.errors.TransferTimeoutError)
     assert "rank 3 not done after 2 s, and may have the state" in fault.message

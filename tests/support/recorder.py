@@ -254,7 +254,7 @@ class Driver:
             wanted = Stage.UNKNOWN if stage is Stage.CONFIRMED else Stage.FAILED
             assert peer.stage is wanted, f"lost when {stage}, and is {peer.stage}"
         elif kind == 1:
-            self._say(rank, Abort("enough", late=chance.random() < 0.5))
+            self._say(rank, Abort("enough", timed_out=chance.random() < 0.5))
             assert peer.stage not in UNDER_WAY
         elif kind == 2:
             self._say(rank, Refuse("mismatch", "not this one"))

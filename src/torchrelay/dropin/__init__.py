@@ -48,7 +48,7 @@ __all__ = [
     "write_torch_save",
 ]
 
-_HOMES = {
+_MODULES = {
     "Checkpointer": ("checkpointer", "TorchCheckpointer"),
     "PGTransport": ("pg_transport", "PGTransport"),
     "convert": ("conversion", "convert"),
@@ -62,8 +62,8 @@ _HOMES = {
 def __getattr__(name: str) -> object:
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    home, own = _HOMES.get(name, ("_torch_records", name))
-    value: object = getattr(import_module(f"{__name__}.{home}"), own)
+    module, own = _MODULES.get(name, ("_torch_records", name))
+    value: object = getattr(import_module(f"{__name__}.{module}"), own)
     globals()[name] = value
     return value
 

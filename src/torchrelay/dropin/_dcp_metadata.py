@@ -170,9 +170,9 @@ def _tensor(
     boxes = [(one.offsets, one.sizes) for one in shards if 0 not in one.sizes]
     if comparisons.overlap(boxes):
         p.refuse(f"two chunks of {fqn!r:.200} overlap")
-    held, whole = sum(math.prod(sizes) for _, sizes in boxes), math.prod(shape)
-    if held != whole:
-        p.refuse(f"the chunks of {fqn!r:.200} hold {held} of its {whole} values")
+    covered, whole = sum(math.prod(sizes) for _, sizes in boxes), math.prod(shape)
+    if covered != whole:
+        p.refuse(f"the chunks of {fqn!r:.200} hold {covered} of its {whole} values")
     return StoredTensor(fqn, NAMES[kind], shape, shards)
 
 

@@ -70,7 +70,7 @@ def save(
         writer.finish(metadata=metadata, results=results)
         return metadata
 
-    with _told("save", meeting.rank):
+    with _raised_as("save", meeting.rank):
         plan = meeting.reduce_scatter("plan", _sendable(local_plan), _sendable(global_plan))
         return meeting.all_reduce("write", _sendable(write), _sendable(finish))
 
@@ -100,7 +100,7 @@ def load(
     def read() -> None:
         reader.read_data(planner.finish_plan(plan), planner).wait()
 
-    with _told("load", meeting.rank):
+    with _raised_as("load", meeting.rank):
         plan = meeting.reduce_scatter("plan", _sendable(local_plan), _sendable(global_plan))
         meeting.all_gather("read", _sendable(read))
 
@@ -145,7 +145,7 @@ class FailedOnRanksError(CheckpointError, _OfMessage, CheckpointException):
 
 
 @contextmanager
-def _told(what: str, rank: int) -> Iterator[None]:
+def _raised_as(what: str, rank: int) -> Iterator[None]:
     """Says in a `CheckpointError` what went wrong inside, and on which ranks."""
     try:
         yield

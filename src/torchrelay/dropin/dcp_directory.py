@@ -59,7 +59,7 @@ class StockDirectory:
         self.name = os.fspath(folder)
         self._folder, self._check_crc = Path(folder), check_crc
         self._opened: tuple[str, io.BufferedReader] | None = None
-        self._held: tuple[int, torch.Tensor] | None = None  # the box that was read last
+        self._part: tuple[int, torch.Tensor] | None = None  # the box that was read last
         try:
             data = _read_metadata(self._folder) if metadata is None else metadata.read_bytes()
             self.items, self._pieces, self.paths = decode(data)
@@ -70,7 +70,7 @@ class StockDirectory:
         self._boxes = [(tensor, shard) for tensor in tensors for shard in tensor.shards]
 
     def close(self) -> None:
-        self._held = None
+        self._part = None
         if self._opened is not None:
             self._opened[1].close()
 
@@ -167,11 +167,11 @@ class StockDirectory:
         return VolumeRecord(self._pieces[shard.file].file, nbytes)
 
     def read_into(self, volume: int, start: int, view: memoryview) -> None:
-        if self._held is None or self._held[0] != volume:
-            self._held = None  # two boxes at once are more than the bound
+        if self._part is None or self._part[0] != volume:
+            self._part = None  # two boxes at once are more than the bound
             part = self._box(*self._boxes[volume])
-            self._held = (volume, part.contiguous().reshape(-1).view(torch.uint8))
-        data = self._held[1][start : start + view.nbytes]
+            self._part = (volume, part.contiguous().reshape(-1).view(torch.uint8))
+        data = self._part[1][start : start + view.nbytes]
         view[:] = memory_of(data.numpy())
 
     def verify(self, progress: ProgressCallback) -> str:
@@ -233,8 +233,8 @@ def _refusal(fault: Exception) -> str:
     text = str(fault)
     if named := _GLOBAL.search(text):
         return f"it has {named[1][:200]} in it, which only pickle could make"
-    said = [line for line in text.splitlines() if "Unpickler error:" in line] or [text]
-    return said[0].partition("Unpickler error:")[2].strip()[:300] or text.partition("\n")[0][:300]
+    lines = [line for line in text.splitlines() if "Unpickler error:" in line] or [text]
+    return lines[0].partition("Unpickler error:")[2].strip()[:300] or text.partition("\n")[0][:300]
 
 
 def _values(path: str, value: object) -> list[PlainValue]:

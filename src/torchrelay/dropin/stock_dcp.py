@@ -278,12 +278,12 @@ def _nested(values: dict[str, Any], paths: dict[str, tuple[str | int, ...]]) -> 
         here[last] = value
     holes = _MAX_HOLES
 
-    def filled(value: Any) -> Any:
+    def with_values(value: Any) -> Any:
         """A branch as the dict or the list that it stands for. Paths bound its depth."""
         nonlocal holes
         if type(value) is not _Container:
             return value
-        items = {key: filled(item) for key, item in value.items()}
+        items = {key: with_values(item) for key, item in value.items()}
         numbered = [type(key) is int for key in items]
         if not any(numbered):
             return items
@@ -295,7 +295,7 @@ def _nested(values: dict[str, Any], paths: dict[str, tuple[str | int, ...]]) -> 
             raise ManifestError("a list of the state has more holes than a checkpoint can have")
         return [items.get(n) for n in range(length)]
 
-    return {key: filled(item) for key, item in root.items()}
+    return {key: with_values(item) for key, item in root.items()}
 
 
 def torch_values(value: Any, path: paths.Path = ()) -> Any:

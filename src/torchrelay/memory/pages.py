@@ -217,17 +217,17 @@ class _Kinds:
 
     def __init__(self) -> None:
         self._seconds: dict[int, float] = {}
-        self._given = 0
+        self._turns = 0
         self._lock = threading.Lock()
 
     def next(self) -> int:
         with self._lock:
-            self._given += 1
+            self._turns += 1
             for kind in (_HUGE, _SMALL):
                 if kind not in self._seconds:
                     return kind
             faster, slower = sorted(self._seconds, key=self._seconds.__getitem__)
-            return faster if self._given % _TRY_AGAIN else slower
+            return faster if self._turns % _TRY_AGAIN else slower
 
     def took(self, kind: int, seconds: float) -> None:
         with self._lock:

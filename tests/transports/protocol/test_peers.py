@@ -14,9 +14,9 @@ def ended(peers: list[Peer]) -> RelayError | None:
     return outcome(peers, sent="5 of 9 bytes sent", step=7, phase="data")
 
 
-def failed(rank: int, reason: str = "connection lost: closed", *, late: bool = False) -> Peer:
+def failed(rank: int, reason: str = "connection lost: closed", *, timed_out: bool = False) -> Peer:
     peer = Peer(rank, Stage.ACTIVE)
-    peer.give_up(reason, late=late)
+    peer.give_up(reason, timed_out=timed_out)
     return peer
 
 
@@ -34,7 +34,7 @@ def test_what_was_not_told_to_commit_cannot_have_it(stage: Stage) -> None:
 
 def test_what_was_told_to_commit_may_have_it() -> None:
     peer = Peer(3, Stage.CONFIRMED)
-    peer.give_up("not done after 2 s", late=True)
+    peer.give_up("not done after 2 s", timed_out=True)
     assert peer.stage is Stage.UNKNOWN
     fault = ended([peer])
     assert isinstance(fault, tr.errors.TransferTimeoutError)
@@ -48,12 +48,14 @@ def test_one_that_has_it_is_enough() -> None:
 
 
 def test_all_are_named_if_none_has_it() -> None:
-    fault = ended([failed(4), failed(2, "did not join within 3 s", late=True)])
+    fault = ended([failed(4), failed(2, "did not join within 3 s", timed_out=True)])
     assert isinstance(fault, PeerLostError) and fault.rank == 4 and fault.step == 7
     for words in ("rank 4 connection lost", "rank 2 did not join", "5 of 9 bytes sent"):
         assert words in fault.message
-    late = ended([failed(2, late=True), failed(4)])
-    assert isinstance(late, tr.errors.TransferTimeoutError) and "timed out" in late.message
+    timed_out = ended([failed(2, timed_out=True), failed(4)])
+    assert (
+        isinstance(timed_out, tr.errors.TransferTimeoutError) and "timed out" in timed_out.message
+    )
 
 
 @pytest.mark.parametrize(

@@ -109,7 +109,9 @@ def test_a_receiver_that_does_not_come_has_failed() -> None:
     assert made.join_ends() == 60.0
     made.end_join(60.0)
     peer = made.peers[1]
-    assert peer.stage is Stage.FAILED and peer.late and "did not join within 60 s" in peer.reason
+    assert (
+        peer.stage is Stage.FAILED and peer.timed_out and "did not join within 60 s" in peer.reason
+    )
     assert recorder.effects == [] and made.over
 
 
@@ -181,17 +183,17 @@ def test_one_that_comes_after_the_join_is_over_is_fed_alone() -> None:
 @pytest.mark.parametrize("stage", [Stage.OFFERED, Stage.ACCEPTED, Stage.ACTIVE])
 def test_a_receiver_that_gives_up_has_failed(stage: Stage) -> None:
     made, recorder = at(stage, others=1)
-    made.received(1, Abort("no memory", late=True), 4.0)
+    made.received(1, Abort("no memory", timed_out=True), 4.0)
     peer = made.peers[1]
     assert recorder.names(1) == ["drop"]
-    assert peer.stage is Stage.FAILED and peer.late and peer.reason == "gave up: no memory"
+    assert peer.stage is Stage.FAILED and peer.timed_out and peer.reason == "gave up: no memory"
 
 
 def test_a_receiver_that_does_not_answer_the_offer_is_aborted() -> None:
     made, recorder = at(Stage.OFFERED, others=1)
     made.end_join(10.0)
-    assert recorder.names(1) == ["Abort", "drop"] and recorder.effects[0].what.late
-    assert made.peers[1].stage is Stage.FAILED and made.peers[1].late
+    assert recorder.names(1) == ["Abort", "drop"] and recorder.effects[0].what.timed_out
+    assert made.peers[1].stage is Stage.FAILED and made.peers[1].timed_out
 
 
 def test_a_receiver_that_needs_chunks_is_fed() -> None:
@@ -306,7 +308,7 @@ def test_a_refusal_counts_at_any_stage(stage: Stage) -> None:
 def test_a_receiver_that_is_lost_has_failed(stage: Stage) -> None:
     made, recorder = at(stage, others=1)
     made.lost(1, "closed by the other side")
-    assert made.peers[1].stage is Stage.FAILED and not made.peers[1].late
+    assert made.peers[1].stage is Stage.FAILED and not made.peers[1].timed_out
     assert recorder.names(1) == ["drop"]
     made.lost(1, "again")
     assert made.peers[1].reason == "connection lost: closed by the other side"
@@ -440,7 +442,7 @@ def test_all_ends_with_the_deadline(stage: Stage) -> None:
     made.joining = False
     made.peers[2].give_up("absent")
     made.time_is_up()
-    assert made.over and made.peers[1].late and recorder.names(1) == ended(stage)
+    assert made.over and made.peers[1].timed_out and recorder.names(1) == ended(stage)
 
 
 def test_a_window_for_the_others_and_as_long_for_each_answer() -> None:

@@ -59,7 +59,9 @@ def test_every_byte_is_found_again_at_its_place_in_the_opened_memory(seed: int) 
 
 def columns(*rows: tuple[int, int, int, int]) -> bytes:
     """Position in the stream, bytes, export and offset of runs, as `pack` writes them."""
-    packed = [(at, (export << handles._APART) + offset, size) for at, size, export, offset in rows]
+    packed = [
+        (at, (export << handles._OFFSET_BITS) + offset, size) for at, size, export, offset in rows
+    ]
     return np.array(packed, "<u8").T.tobytes()
 
 

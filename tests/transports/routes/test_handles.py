@@ -56,7 +56,7 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> Iterator[Driver]:
 def memory(*ids: int) -> Exported:
     """A state with 8 bytes in each of these allocations."""
     exports = tuple(Export(number, "gpu", bytes(64)) for number in ids)
-    rows = [(8 * n, n << handles._APART, 8) for n in range(len(ids))]
+    rows = [(8 * n, n << handles._OFFSET_BITS, 8) for n in range(len(ids))]
     return Exported(exports, np.array(rows, "<u8").T.tobytes())
 
 

@@ -100,10 +100,10 @@ class _Builder:
         if not all(type(path) is tuple for path in paths):
             p.refuse("its paths are malformed")
         # The tree tells the paths; those of the record could point one leaf at another's place.
-        told, spec = private.tree_flatten_with_path(tree)
-        if [number for _, number in told] != list(range(width)):
+        found, spec = private.tree_flatten_with_path(tree)
+        if [number for _, number in found] != list(range(width)):
             p.refuse("its tree does not rebuild to itself")
-        return _StateDictMeta(spec, [path for path, _ in told], [self.leaf(v) for v in leaves])
+        return _StateDictMeta(spec, [path for path, _ in found], [self.leaf(v) for v in leaves])
 
     def leaf(self, value: Any) -> object:
         if id(value) not in self.leaves:
@@ -116,8 +116,8 @@ class _Builder:
     def new_leaf(self, value: Any) -> object:
         name = value.name if type(value) is p.PickledCall else ""
         if name:  # each object has a copy of the bytes that it is made of
-            told = (*value.args, *(value.state if type(value.state) is tuple else ()))
-            self.work.charge(sum(len(data) for data in told if type(data) is bytes))
+            found = (*value.args, *(value.state if type(value.state) is tuple else ()))
+            self.work.charge(sum(len(data) for data in found if type(data) is bytes))
         if name == _RECORDS + "_TensorMeta":
             return _tensor(value)
         if name == _RECORDS + "_DTensorMeta":

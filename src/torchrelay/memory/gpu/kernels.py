@@ -155,9 +155,9 @@ def copy_one_by_one(moves: Moves, there: int, here: int) -> None:
 def in_words(moves: Moves) -> bool:
     """Whether nearly all bytes can be copied and hashed at once: the kernel takes words of a stream
     that are words of memory at both ends, and others byte by byte."""
-    apart = (moves.sources - moves.positions) | (moves.destinations - moves.positions)
-    odd = moves.nbytes[apart % np.uint64(_WORD) > 0].sum()
-    return bool(odd * 64 <= moves.nbytes.sum())
+    offsets = (moves.sources - moves.positions) | (moves.destinations - moves.positions)
+    unaligned = moves.nbytes[offsets % np.uint64(_WORD) > 0].sum()
+    return bool(unaligned * 64 <= moves.nbytes.sum())
 
 
 def digests(hashed: ChunkTable, device: int) -> torch.Tensor:

@@ -36,7 +36,7 @@ class _Silence:
     def __init__(self) -> None:
         self._seconds, self._received_at, self._looked_at = 0.0, 0.0, 0.0
 
-    def so_far(self, received_at: float) -> float:
+    def total(self, received_at: float) -> float:
         """The seconds as of now. `received_at`: when anything came last."""
         now = time.monotonic()
         if received_at != self._received_at or not self._looked_at:
@@ -108,7 +108,7 @@ class Conversation:
                 # a sender that says more and more does not keep it.
                 self._overtime = self._overtime or Deadline(LAST_SECONDS)
                 if event is None or self._overtime.passed:
-                    raise self.late(awaited)
+                    raise self.overdue(awaited)
             if isinstance(event, ConnectionLost):
                 raise self.lost(event.reason, damaged=event.damaged)
             if isinstance(event, MessageReceived):
@@ -129,7 +129,7 @@ class Conversation:
         """Nothing has come. A process that lives answers a ping, however busy it is."""
         if not self.patience:
             return
-        if self._silence.so_far(self._connection.received_at) > self.patience:
+        if self._silence.total(self._connection.received_at) > self.patience:
             why = f"did not answer for {self.patience:.3g} s, and its {awaited} is due"
             raise self._fault(TransferTimeoutError, f"timed out: rank {self.sender} {why}")
         self._connection.send(Ping())
@@ -144,7 +144,7 @@ class Conversation:
         # After the deadline connections are closed, whichever side looks first.
         return self._timed_out(text) if self.deadline.passed else self._fault(PeerLostError, text)
 
-    def late(self, awaited: str) -> RelayError:
+    def overdue(self, awaited: str) -> RelayError:
         return self._timed_out(f"rank {self.sender} did not send its {awaited}")
 
     def _timed_out(self, why: str) -> RelayError:

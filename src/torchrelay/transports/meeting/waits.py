@@ -20,8 +20,8 @@ class Patience:
     """How long a call may wait: until its deadline, whenever that is by then, and for no longer
     than `seconds` or until the call is given up."""
 
-    def __init__(self, deadline: Deadline, seconds: float, given_up: Callable[[], bool]) -> None:
-        self._deadline, self._given_up = deadline, given_up
+    def __init__(self, deadline: Deadline, seconds: float, abandoned: Callable[[], bool]) -> None:
+        self._deadline, self._abandoned = deadline, abandoned
         self._ends = time.monotonic() + seconds
 
     def left(self) -> float:
@@ -29,7 +29,7 @@ class Patience:
 
     @property
     def is_over(self) -> bool:
-        return not self.left() or self._given_up()
+        return not self.left() or self._abandoned()
 
 
 def connect(host: str, port: int, patience: Patience) -> socket.socket:

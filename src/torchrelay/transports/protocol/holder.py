@@ -50,7 +50,7 @@ def last_message(fault: BaseException, *, torn: bool) -> m.Message:
         path = None if fault.path is None else m.text(fault.path)
         return m.Refuse(_REFUSALS.get(type(fault), "mismatch"), m.text(fault.message), path)
     reason = fault.message if isinstance(fault, RelayError) else repr(fault)
-    return m.Abort(m.text(reason), late=isinstance(fault, TransferTimeoutError))
+    return m.Abort(m.text(reason), timed_out=isinstance(fault, TransferTimeoutError))
 
 
 class LiveHolder:
@@ -100,7 +100,7 @@ class LiveHolder:
 
     def _check_time(self) -> None:
         if self.talk.deadline.passed:
-            raise self.talk.late("offer in time")
+            raise self.talk.overdue("offer in time")
 
     def accept(self, reads: HolderReads, progress: Callable[[int, int], None]) -> None:
         """Take the offer, or these reads of it, by the fastest route."""

@@ -44,7 +44,7 @@ class Peer:
     rank: int
     stage: Stage = Stage.EXPECTED
     reason: str = ""
-    late: bool = False  # failed for want of time
+    timed_out: bool = False  # failed for want of time
     refusal: Refuse | None = None
     refused_in: str = "join"
     join: Join | None = None
@@ -59,10 +59,10 @@ class Peer:
     service: RouteService | None = None  # of the route that it took
     requested: set[int] = field(default_factory=set)  # chunks whose digests it has requested
 
-    def give_up(self, reason: str, *, late: bool = False) -> None:
+    def give_up(self, reason: str, *, timed_out: bool = False) -> None:
         """It has failed; but one that was confirmed may have committed."""
         self.stage = Stage.UNKNOWN if self.stage is Stage.CONFIRMED else Stage.FAILED
-        self.reason, self.late = reason, late
+        self.reason, self.timed_out = reason, timed_out
 
     def refuse(self, refusal: Refuse) -> None:
         """It turned the offer down; or the state, when its objects were given theirs."""
@@ -97,8 +97,8 @@ def outcome(peers: Iterable[Peer], *, sent: str, step: int | None, phase: str) -
     first = everyone[0]
     reasons = "; ".join(_fate(peer) for peer in everyone)
     got = "is known to have" if any(peer.stage is Stage.UNKNOWN for peer in everyone) else "got"
-    kind: type[RelayError] = TransferTimeoutError if first.late else PeerLostError
-    word = "timed out" if first.late else "failed"
+    kind: type[RelayError] = TransferTimeoutError if first.timed_out else PeerLostError
+    word = "timed out" if first.timed_out else "failed"
     return kind(
         f"send {word}, no receiver {got} the state: {reasons}; {sent}",
         rank=first.rank,

@@ -139,9 +139,9 @@ class SenderMachine:
         """No one else is waited for: those who wait for the others begin."""
         self.joining = False
         for peer in self.among(Stage.EXPECTED):
-            peer.give_up(f"did not join within {now - self.begun:.3g} s", late=True)
+            peer.give_up(f"did not join within {now - self.begun:.3g} s", timed_out=True)
         for peer in self.among(Stage.OFFERED):
-            self.fail(peer, "joined, but did not answer the offer", late=True)
+            self.fail(peer, "joined, but did not answer the offer", timed_out=True)
         for link in chain(self.among(Stage.ACCEPTED)):
             self._go(self.peers[link.rank], link)
 
@@ -171,7 +171,7 @@ class SenderMachine:
             peer.refuse(message)
             self.effects.drop(peer)
         elif isinstance(message, m.Abort):
-            self._drop(peer, f"gave up: {message.message}", late=message.late)
+            self._drop(peer, f"gave up: {message.message}", timed_out=message.timed_out)
         elif isinstance(message, m.Accept):
             self._accepted(peer, message)
         elif peer.stage is Stage.ACTIVE and isinstance(message, (m.Need, m.Want, m.RouteNote)):
@@ -225,13 +225,13 @@ class SenderMachine:
         if self.peers[rank].stage in UNDER_WAY:
             self._drop(self.peers[rank], f"connection lost: {reason}")
 
-    def fail(self, peer: Peer, reason: str, *, late: bool = False, message: str = "") -> None:
+    def fail(self, peer: Peer, reason: str, *, timed_out: bool = False, message: str = "") -> None:
         """Give up on one receiver, and send it the reason, or this `message`."""
         # A receiver that has been asked to commit takes no more messages.
         if peer.stage is not Stage.CONFIRMED:
             message = message or f"the sender gave up on this rank: {reason}"
-            self.effects.send(peer, m.Abort(m.text(message), late=late))
-        self._drop(peer, reason, late=late)
+            self.effects.send(peer, m.Abort(m.text(message), timed_out=timed_out))
+        self._drop(peer, reason, timed_out=timed_out)
 
     def abort(self, reason: str) -> None:
         """Give up altogether."""
@@ -240,8 +240,8 @@ class SenderMachine:
         for peer in self.among(Stage.EXPECTED):
             peer.give_up(reason)
 
-    def _drop(self, peer: Peer, reason: str, *, late: bool = False) -> None:
-        peer.give_up(reason, late=late)
+    def _drop(self, peer: Peer, reason: str, *, timed_out: bool = False) -> None:
+        peer.give_up(reason, timed_out=timed_out)
         self.effects.drop(peer)
 
     # Time
@@ -267,7 +267,7 @@ class SenderMachine:
 
     def time_is_up(self) -> None:
         for peer in self.among(*UNDER_WAY):
-            self.fail(peer, f"not done after {self.seconds:.3g} s", late=True)
+            self.fail(peer, f"not done after {self.seconds:.3g} s", timed_out=True)
 
 
 def chain(peers: Sequence[Peer]) -> list[Link]:

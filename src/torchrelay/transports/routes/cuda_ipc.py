@@ -86,9 +86,9 @@ class CudaFetch(MemoryFetch):
         """Returns when all of it is in its place, and hashed if it should be."""
         for here, ours in kernels.by_device(self._of(self._places.device, chunks)).items():
             mine = sorted(self._on_gpu.on(here).intersection(chunks))
-            near = self._opened.get(here)
+            same_device = self._opened.get(here)
             with torch.cuda.device(here), side_stream() as stream:
-                both = None if near is None else moves(near, ours)
+                both = None if same_device is None else moves(same_device, ours)
                 if self._digests and both is not None and len(self._opened) == 1:
                     hashed = self._copied_and_hashed(both, mine, here)
                 else:

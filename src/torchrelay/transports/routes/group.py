@@ -30,7 +30,7 @@ from torchrelay.transports.wire import messages as m
 
 TAG = (1 << 30) + 8  # for backends that have tags
 PARTING_SECONDS = 0.1  # for a thread whose last operation is over
-GIVEN_UP = "a transfer through the backend was given up, and what it posted cannot be taken back"
+ABANDONED = "a transfer through the backend was given up, and what it posted cannot be taken back"
 
 
 class GroupFacts(msgspec.Struct, array_like=True, frozen=True):
@@ -56,13 +56,13 @@ class _Use:
     def __init__(self, group: Any) -> None:
         self.carriers = carriers(group)  # asked for once: torch takes milliseconds to tell
         self.alone = threading.Lock()  # held while a state of this process goes through the group
-        self.given_up = False
+        self.abandoned = False
         self.left: list[threads.Running] = []  # threads of transfers that are over
 
     def why_not(self) -> str:
         """Why no other transfer may go through the group; empty if one may."""
         self.left = [one for one in self.left if not one.wait(PARTING_SECONDS)]
-        return GIVEN_UP if self.given_up or self.left else ""
+        return ABANDONED if self.abandoned or self.left else ""
 
 
 _uses: weakref.WeakKeyDictionary[Any, _Use] = weakref.WeakKeyDictionary()
@@ -83,7 +83,7 @@ class GroupService(r.RouteService):
         super().__init__(receiver)
         self._device = "cpu"
         self._over = False
-        self._asked = 0
+        self._requested = 0
         self._sending: list[threads.Running] = []
 
     def offer(self, outgoing: Outgoing) -> bytes | r.Unavailable:
@@ -97,15 +97,15 @@ class GroupService(r.RouteService):
         return m.write(GroupFacts(found[0]))
 
     def begin(self, outgoing: Outgoing, accept: m.Accept, link: r.Link) -> bytes:
-        self.outgoing, self._asked = outgoing, 0
+        self.outgoing, self._requested = outgoing, 0
         self.need(range(len(outgoing.snapshot.chunks)), restart=False)
         return b""
 
     def need(self, chunks: Sequence[int], *, restart: bool) -> None:
         assert self.outgoing is not None
         count = len(self.outgoing.snapshot.chunks)
-        self._asked += len(chunks)
-        if max(chunks, default=0) >= count or self._asked > (r.RETRIES + 2) * count:
+        self._requested += len(chunks)
+        if max(chunks, default=0) >= count or self._requested > (r.RETRIES + 2) * count:
             raise r.RouteFault("asked for chunks that do not exist, or again and again")
         job = partial(self._send, self.outgoing, list(chunks))
         self._sending.append(threads.run(job, "worker"))
@@ -117,7 +117,7 @@ class GroupService(r.RouteService):
             with use.alone:
                 for index in chunks:
                     if self._over:
-                        use.given_up = True
+                        use.abandoned = True
                         return
                     data = snapshot.view(index, self._device)
                     if data is None:
@@ -131,7 +131,7 @@ class GroupService(r.RouteService):
                     self.messages += 1
                     receiver.report(ChunkSent(index))
         except Exception as fault:  # whatever the backend raises: the pair is broken
-            use.given_up = True
+            use.abandoned = True
             receiver.report(r.ServiceFailed(receiver.rank, f"the backend cannot send: {fault}"))
 
     def close(self) -> None:
@@ -169,12 +169,12 @@ class GroupFetch(ReadingFetch):
                     wait_for(group.recv([data], sender, TAG), data)
                 with self._landing_lock:
                     if self._over:
-                        self._use.given_up = True
+                        self._use.abandoned = True
                         return
                     self._land(index, data)
                 self._talk.inbox.put(ReadDone(size))
         except Exception as fault:
-            self._use.given_up = True
+            self._use.abandoned = True
             self._talk.inbox.put(self._talk.lost(str(fault)))
 
     def close(self) -> None:

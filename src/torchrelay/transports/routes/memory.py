@@ -110,7 +110,7 @@ class MemoryService(r.RouteService):
         ring, self._ring = self._ring, None
         if ring is not None:
             ring.close()
-            self.wire_bytes += ring.filled_bytes
+            self.wire_bytes += ring.sent_bytes
             self.messages += ring.fills
 
     def close(self) -> None:
@@ -146,7 +146,7 @@ class MemoryFetch(ReadingFetch):
         self._ring: MappedRing | None = None
         self._slots, _ = slots_for(self._chunks.sizes)
         self._unfilled: list[int] = []  # chunks to ask for
-        self._asked: dict[int, int] = {}  # by slot, the chunk that it was asked for
+        self._requested: dict[int, int] = {}  # by slot, the chunk that it was asked for
         self._arrived = False
 
     def get_ready(self) -> None:
@@ -273,23 +273,23 @@ class MemoryFetch(ReadingFetch):
         """Ask for a chunk in each of these slots, which are free."""
         for slot in slots:
             if self._unfilled:
-                chunk = self._asked[slot] = self._unfilled.pop(0)
+                chunk = self._requested[slot] = self._unfilled.pop(0)
                 self._talk.send(m.RouteNote(m.write(Fill(chunk, slot))))
 
     def _handle_note(self, data: bytes) -> None:
-        filled = m.read_by(_to_receiver, data)
-        if isinstance(filled, Ring):
-            self._map_ring(filled)
-        elif self._ring is None or self._asked.pop(filled.slot, None) != filled.chunk:
-            text = f"slot {filled.slot} with chunk {filled.chunk}, which was not asked for"
+        answer = m.read_by(_to_receiver, data)
+        if isinstance(answer, Ring):
+            self._map_ring(answer)
+        elif self._ring is None or self._requested.pop(answer.slot, None) != answer.chunk:
+            text = f"slot {answer.slot} with chunk {answer.chunk}, which was not asked for"
             raise self._wrong(text)
         else:
-            self._submit(partial(self._take_slot, filled), counted=True)
+            self._submit(partial(self._take_slot, answer), counted=True)
 
     def _map_ring(self, record: Ring) -> None:
         largest = max(self._chunks.sizes, default=0)
         fits = record.slots >= self._slots and record.slot_bytes >= largest
-        if self._ring is not None or not self._asked or not fits:
+        if self._ring is not None or not self._requested or not fits:
             raise self._wrong("a second ring, or one that does not hold the chunks")
         claimant = self._facts.claimant
         try:
@@ -299,11 +299,11 @@ class MemoryFetch(ReadingFetch):
                 f"the sender's buffers cannot be mapped: {fault}", rank=self._talk.sender
             ) from fault
 
-    def _take_slot(self, filled: Fill) -> ReadDone:
+    def _take_slot(self, answer: Fill) -> ReadDone:
         assert self._ring is not None
-        size = self._chunks.sizes[filled.chunk]
-        self._land(filled.chunk, self._ring.record.slot(self._ring.tensor, filled.slot, size))
-        return ReadDone(size, then=partial(self._ask, [filled.slot]))
+        size = self._chunks.sizes[answer.chunk]
+        self._land(answer.chunk, self._ring.record.slot(self._ring.tensor, answer.slot, size))
+        return ReadDone(size, then=partial(self._ask, [answer.slot]))
 
 
 def _fetch(facts: bytes, incoming: r.Incoming) -> MemoryFetch | r.Unavailable:

@@ -200,9 +200,9 @@ class FetchProgress:
         if self._tries[index] > RETRIES:
             talk, begin = self._incoming.conversation, self._chunks.offsets[index]
             end, named = begin + self._chunks.sizes[index], self._incoming.named
-            held = f"bytes {begin} to {end}" if named is None else named(begin, end)
+            where = f"bytes {begin} to {end}" if named is None else named(begin, end)
             raise DigestError(
-                f"chunk {index} with {held}, after {RETRIES} more tries, does not have the digest "
+                f"chunk {index} with {where}, after {RETRIES} more tries, does not have the digest "
                 "it was sent with: was the state changed while it was sent?",
                 rank=talk.sender,
                 step=talk.step,

@@ -75,7 +75,7 @@ class TcpService(r.RouteService):
         super().__init__(receiver)
         self._stack = ExitStack()
         self._feed: ChunkSender | None = None
-        self._count = self._asked = self._restarts = 0
+        self._count = self._requested = self._restarts = 0
         self._tickets = 0  # that were given out; connections with an earlier one are not taken
 
     def begin(self, outgoing: Outgoing, accept: m.Accept, link: r.Link) -> bytes:
@@ -85,7 +85,7 @@ class TcpService(r.RouteService):
         count = max(1, min(wanted, self._receiver.connections, worth, MAX_CONNECTIONS))
         self.close()  # of an earlier acceptance
         self.outgoing, self._count = outgoing, len(chunks)
-        self._asked = self._restarts = 0
+        self._requested = self._restarts = 0
         ticket = self._tickets
         self._start([] if link.address is not None else range(self._count))
         tickets = self._receiver.tickets
@@ -104,11 +104,11 @@ class TcpService(r.RouteService):
         self._stack.enter_context(receiver.member.node.expect(ticket, _adds_to(self._feed)))
 
     def need(self, chunks: Sequence[int], *, restart: bool) -> None:
-        self._asked += len(chunks)
+        self._requested += len(chunks)
         if self._feed is None or max(chunks, default=0) >= self._count:
             raise r.RouteFault("asked for chunks that do not exist")
         most = (r.RETRIES + 2) * self._count + MAX_CONNECTIONS
-        if self._asked > most or self._restarts >= 2 * r.RETRIES:
+        if self._requested > most or self._restarts >= 2 * r.RETRIES:
             raise r.RouteFault("asks for the same chunks again and again")
         if restart:
             self._restarts += 1

@@ -62,10 +62,10 @@ class DataSocket:
         """The index of the chunk that comes next, or `END`. `ConnectionError` for one that is not
         as it was sent."""
         with self._moving:
-            said = bytearray(_INDEX.size + _CHECK_BYTES)
-            self._fill(memoryview(said))
-            found: int = _INDEX.unpack_from(said)[0]
-            if said != _checked(found):
+            frame = bytearray(_INDEX.size + _CHECK_BYTES)
+            self._fill(memoryview(frame))
+            found: int = _INDEX.unpack_from(frame)[0]
+            if frame != _checked(found):
                 raise ConnectionError("the index of a chunk has other bytes than were sent")
             return found
 

@@ -179,7 +179,7 @@ class Abort(Message, frozen=True):
 
     message: Text
     kind: Name = ""  # "step": no state of the step that was asked for is offered
-    late: bool = False  # for want of time
+    timed_out: bool = False  # for want of time
 
 
 class Ping(Message, frozen=True):

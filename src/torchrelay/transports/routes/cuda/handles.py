@@ -36,8 +36,8 @@ HANDLE_BYTES = 64
 _BUFFER_ID = 7  # CU_POINTER_ATTRIBUTE_BUFFER_ID
 _LAZY_PEER_ACCESS = 1
 MAX_KEPT = 4096  # allocations that are remembered
-_APART = 44  # bits: no allocation is that large
-MAX_EXPORTS = 1 << (64 - _APART)
+_OFFSET_BITS = 44  # bits: no allocation is that large
+MAX_EXPORTS = 1 << (64 - _OFFSET_BITS)
 Sources = dict[int, Runs]  # memory, by the device that it is on
 
 
@@ -137,11 +137,11 @@ class Exports(Resource):
 
 def pack(memory: Runs, allocations: list[_Allocation]) -> bytes:
     """Which bytes of the stream lie where in which allocation, as `Runs.pack`: an address is the
-    index of an export and, in the lowest `_APART` bits, an offset."""
+    index of an export and, in the lowest `_OFFSET_BITS` bits, an offset."""
     order = np.argsort(memory.addresses)
     sizes = (memory.stops - memory.starts)[order]
     ours = Runs(memory.addresses[order], memory.starts[order], sizes)  # by address
-    numbers = np.arange(len(allocations), dtype=np.uint64) << np.uint64(_APART)
+    numbers = np.arange(len(allocations), dtype=np.uint64) << np.uint64(_OFFSET_BITS)
     theirs = Runs([one.base for one in allocations], numbers, [one.nbytes for one in allocations])
     _, positions, there, nbytes = moves(ours, theirs)
     return Runs(positions, there, nbytes).pack()
@@ -252,8 +252,8 @@ def sources(device: bytes, opened: list[Opening], stream_bytes: int) -> Sources:
     except ValueError as fault:
         raise CudaError(str(fault)) from None
     nbytes = packed.stops - packed.starts
-    index = (packed.addresses >> np.uint64(_APART)).astype(np.int64)
-    offsets = packed.addresses & np.uint64((1 << _APART) - 1)
+    index = (packed.addresses >> np.uint64(_OFFSET_BITS)).astype(np.int64)
+    offsets = packed.addresses & np.uint64((1 << _OFFSET_BITS) - 1)
     if (index >= len(opened)).any() or (nbytes < 1).any():
         raise CudaError("memory of no export, or of no size")
     numbers = np.fromiter(chain.from_iterable(opened), np.uint64, 3 * len(opened))

@@ -118,11 +118,11 @@ def choose_paths(
     return found
 
 
-def _bytes_in(chunks: Chunks, held: Runs | Moves) -> list[int]:
+def _bytes_in(chunks: Chunks, memory: Runs | Moves) -> list[int]:
     """How many bytes of these lie in each chunk."""
-    if isinstance(held, Moves):
-        counts = chunks.shares_of(held.positions, held.nbytes)
+    if isinstance(memory, Moves):
+        counts = chunks.shares_of(memory.positions, memory.nbytes)
     else:
-        counts = chunks.shares_of(held.starts, held.stops - held.starts)
+        counts = chunks.shares_of(memory.starts, memory.stops - memory.starts)
     found: list[int] = counts.tolist()
     return found

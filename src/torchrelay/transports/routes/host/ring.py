@@ -109,21 +109,22 @@ class SharedRings(Resource):
 
 class RingFiller:
     """A ring that is lent to one receiver and filled as it asks. `MemoryError` if there is no
-    memory for it. Workers call `filled`, or `failed` with the fault if the state cannot be read."""
+    memory for it. Workers call `on_ready`, or `failed` with the fault if the state cannot be
+    read."""
 
     def __init__(
         self,
         snapshot: Sendable,
         rings: SharedRings,
-        filled: Callable[[Fill], None],
+        on_ready: Callable[[Fill], None],
         failed: Callable[[object], None],
     ) -> None:
-        self._snapshot, self._rings, self._filled = snapshot, rings, filled
+        self._snapshot, self._rings, self._on_ready = snapshot, rings, on_ready
         self._sizes = snapshot.chunks.sizes
         self._arena, self.record = rings.take(self._sizes, pinned=in_use())
         self._filling: set[int] = set()
         self._workers = Workers(min(cores(), FILLERS), failed)
-        self.filled_bytes = self.fills = 0
+        self.sent_bytes = self.fills = 0
 
     def fill(self, wanted: Fill) -> None:
         """Put a chunk into a slot."""
@@ -135,14 +136,14 @@ class RingFiller:
         self._filling.add(wanted.slot)
         size = self._sizes[wanted.chunk]
         slot = self.record.slot(self._arena.tensor, wanted.slot, size)
-        self.filled_bytes += size
+        self.sent_bytes += size
         self.fills += 1
 
         def put() -> None:
             with on_side_stream():
                 self._snapshot.read(wanted.chunk, slot, vectors.copy)
             self._filling.discard(wanted.slot)
-            self._filled(wanted)
+            self._on_ready(wanted)
 
         self._workers.submit(put)
 
