@@ -25,7 +25,13 @@ from torchrelay.transports.routes import choice as routes
 from torchrelay.transports.routes.host import claims, location
 from torchrelay.transports.routes.host.claims import Proof
 from torchrelay.transports.routes.host.facts import MemoryFacts, reach
-from torchrelay.transports.routes.route import RouteFetch, Unavailable
+from torchrelay.transports.routes.route import (
+    DigestComparison,
+    Route,
+    RouteFetch,
+    RouteService,
+    Unavailable,
+)
 from torchrelay.transports.wire.messages import (
     NONCE_BYTES,
     Accept,
@@ -211,6 +217,22 @@ def test_reports_explain_themselves(pool2: Any) -> None:
         assert "by route memory" in text and "not by cuda_ipc:" in text
         for phase in seconds:
             assert phase in text
+
+
+@pytest.mark.parametrize(
+    ("comparison", "compares"),
+    [
+        (DigestComparison.NEVER, [False, False, False]),
+        (DigestComparison.BY_REQUEST, [False, False, True]),
+        (DigestComparison.BY_DEFAULT, [False, True, True]),
+    ],
+)
+def test_a_route_claims_no_comparison_that_it_does_not_make(
+    comparison: DigestComparison, compares: list[bool]
+) -> None:
+    made = Route("x", RouteService, lambda facts, incoming: RouteFetch(), comparison=comparison)
+    assert [made.compares(verify) for verify in (False, None, True)] == compares
+    assert not Route("x", RouteService, made.fetch).compares(True)
 
 
 # The choice, between processes

@@ -149,7 +149,7 @@ class StoreDirectory(Directory):
         everywhere = self._store.add("published", more)
         here = self._store.add(f"published on {machine()}", more)
         unknown = max(0, self._size - everywhere)
-        # torchrun says how many it has started here, some of which may have published nothing yet.
+        # torchrun says how many it has started here; some may have published nothing yet.
         self.processes_here = max(here, min(here + unknown, processes_by_hint() or self._size))
 
     def knows(self, rank: int) -> bool:

@@ -1,4 +1,4 @@
-"""What a sender does for its receivers: the `Effects` that `SenderMachine` calls.
+"""The service that a sender gives its receivers: the `Effects` that `SenderMachine` calls.
 
 Offers, bytes by routes, digests, and the last look at the state before a receiver may commit.
 """

@@ -124,4 +124,12 @@ def _fetch(facts: bytes, incoming: r.Incoming) -> CudaFetch | r.Unavailable:
     return CudaFetch(incoming, found)
 
 
-ROUTE = r.Route("cuda_ipc", CudaService, _fetch, reads=True, of_gpus=True, in_offer=True)
+ROUTE = r.Route(
+    "cuda_ipc",
+    CudaService,
+    _fetch,
+    reads=True,
+    of_gpus=True,
+    in_offer=True,
+    comparison=r.DigestComparison.BY_DEFAULT,
+)

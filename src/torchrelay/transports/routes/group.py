@@ -195,4 +195,4 @@ def _fetch(facts: bytes, incoming: r.Incoming) -> GroupFetch | r.Unavailable:
     return GroupFetch(incoming, device)
 
 
-ROUTE = r.Route("group", GroupService, _fetch)
+ROUTE = r.Route("group", GroupService, _fetch, comparison=r.DigestComparison.BY_DEFAULT)

@@ -312,5 +312,10 @@ def _fetch(facts: bytes, incoming: r.Incoming) -> MemoryFetch | r.Unavailable:
 
 
 ROUTE = r.Route(
-    "memory", MemoryService, _fetch, reads=True, in_offer=True, compared_by_request=True
+    "memory",
+    MemoryService,
+    _fetch,
+    reads=True,
+    in_offer=True,
+    comparison=r.DigestComparison.BY_REQUEST,
 )

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from enum import Enum
 from typing import NamedTuple
 
 from torchrelay.errors import DigestError
@@ -213,6 +214,14 @@ class FetchProgress:
         self._incoming.conversation.done = f"{self._done} of {self._chunks.stream_bytes} bytes done"
 
 
+class DigestComparison(Enum):
+    """When a route compares the digests of bytes that have come with those that were sent."""
+
+    NEVER = "never"
+    BY_DEFAULT = "by default"  # unless `verify` is False
+    BY_REQUEST = "by request"  # if `verify` is True: the kernel copies the bytes
+
+
 @dataclass(frozen=True)
 class Route:
     """A path for bytes from one process to another: its name, and its two ends."""
@@ -224,8 +233,11 @@ class Route:
     of_gpus: bool = False  # from memory of GPUs, which hash what lies there
     chained: bool = False  # a receiver can pass the bytes on to the next
     in_offer: bool = False  # a receiver of all of a state needs no more, and waits for no `Go`
-    compared_by_request: bool = False  # the kernel copies: digests are compared if `verify` is True
+    comparison: DigestComparison = DigestComparison.NEVER
 
     def compares(self, verify: bool | None) -> bool:
-        """Whether what comes by it is compared with what was sent."""
-        return verify is True if self.compared_by_request else verify is not False
+        """Whether bytes that come by it are compared with those that were sent."""
+        by_request = self.comparison is DigestComparison.BY_REQUEST and verify is True
+        return by_request or (
+            self.comparison is DigestComparison.BY_DEFAULT and verify is not False
+        )

@@ -317,4 +317,10 @@ class _ChunkTransfer:
             self._leave_next()
 
 
-ROUTE = r.Route("tcp", TcpService, lambda facts, incoming: TcpFetch(incoming), chained=True)
+ROUTE = r.Route(
+    "tcp",
+    TcpService,
+    lambda facts, incoming: TcpFetch(incoming),
+    chained=True,
+    comparison=r.DigestComparison.BY_DEFAULT,
+)
