@@ -114,7 +114,7 @@ def interrupted(rank: int, group: Any, victim: int) -> Any:
     if rank == victim:
 
         def press() -> None:
-            wait_in("_step" if rank == 0 else "expect")
+            wait_in("step" if rank == 0 else "expect")
             press_ctrl_c()
 
         finger = threading.Thread(target=press)

@@ -176,13 +176,15 @@ class Receiving:
         assert plan is not None
         total, coming = plan.nbytes, sum(one.nbytes for one in plan.reads.values())
         done: dict[int, int] = {}
+        # Not `self`: the routes keep this function, and would keep the state that was received.
+        report, reshard = self._progress, self._options.reshard
 
         def progress(rank: int, nbytes: int, of: int) -> None:
             done[rank] = nbytes
-            if not self._options.reshard:
-                self._progress(nbytes, of)
+            if not reshard:
+                report(nbytes, of)
             else:
-                self._progress(min(total, total - coming + sum(list(done.values()))), total)
+                report(min(total, total - coming + sum(list(done.values()))), total)
 
         def accept(rank: int) -> None:
             self._holders[rank].accept(plan.reads_of(rank), partial(progress, rank))

@@ -10,7 +10,7 @@ import torch
 
 from torchrelay.transports.meeting.node import DataTicket, Node
 from torchrelay.transports.streams.chunk_receiver import ChunkArrived
-from torchrelay.transports.streams.chunk_sender import ChunkSender
+from torchrelay.transports.streams.chunk_sender import Borrow, ChunkSender
 from torchrelay.transports.streams.sockets import DataSocket
 
 
@@ -27,7 +27,8 @@ class NextReceiver:
     ) -> None:
         self._release = release
         self._waiting: dict[int, ChunkArrived] = {}
-        self._sender = ChunkSender(self._borrow, report)
+        # Not of `self`: they would keep each other, and with them the state, after the end.
+        self._sender = ChunkSender(_lend_from(self._waiting, release), report)
         self._stack = ExitStack()
 
     def admit(self, node: Node, ticket: DataTicket) -> None:
@@ -59,11 +60,15 @@ class NextReceiver:
         while self._waiting:
             self._release(self._waiting.popitem()[1])
 
+
+def _lend_from(waiting: dict[int, ChunkArrived], release: Callable[[ChunkArrived], None]) -> Borrow:
     @contextmanager
-    def _borrow(self, index: int) -> Iterator[tuple[torch.Tensor, bytes]]:
+    def borrow(index: int) -> Iterator[tuple[torch.Tensor, bytes]]:
         """Within: a chunk that has arrived, with the digest that it came with."""
-        chunk = self._waiting.pop(index)
+        chunk = waiting.pop(index)
         try:
             yield chunk.data, chunk.digest
         finally:
-            self._release(chunk)
+            release(chunk)
+
+    return borrow
