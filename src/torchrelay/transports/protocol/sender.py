@@ -9,8 +9,8 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 
 from torchrelay.deadlines import Deadline
-from torchrelay.errors import RelayError
 from torchrelay.describing.snapshot import Snapshot, capture
+from torchrelay.errors import RelayError
 from torchrelay.results import Outcome, Report, Traffic
 from torchrelay.transports.meeting.connection import ConnectionLost, MessageReceived
 from torchrelay.transports.meeting.inbox import Inbox

@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from functools import partial
 
-from torchrelay.memory.pool import cores
 from torchrelay.describing.snapshot import Snapshot, SnapshotPart
+from torchrelay.memory.pool import cores
 from torchrelay.record.rank_reads import decode_reads
 from torchrelay.transports.meeting.matching import OpenSend
 from torchrelay.transports.meeting.node import DataTicket
