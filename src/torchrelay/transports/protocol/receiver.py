@@ -62,6 +62,13 @@ class Receiving:
 
     def run(self) -> Loaded:
         try:
+            return self._run()
+        finally:
+            # Faults of lost holders refer to frames of this receive, and those to it.
+            self._machine.lost.clear()
+
+    def _run(self) -> Loaded:
+        try:
             self._into = _inspected(self._options.into)  # while senders describe their states
             while (todo := self._machine.next()) is not None:
                 self._do(todo.action, todo.ranks)
@@ -137,11 +144,11 @@ class Receiving:
             self._machine.offered(rank, holder.record.step, several=self._mixed(holder))
 
         self._each(ranks, ask)
-        for rank, fault in self._machine.lost.items():
-            if several and isinstance(fault, TransferTimeoutError) and not self._deadline.passed:
-                text = f"did not come within {window:.3g} s of the first source"
-                late = TransferTimeoutError(text, rank=rank, phase="call")
-                self._machine.lost[rank] = late
+        lost = self._machine.lost
+        overdue = [rank for rank in lost if isinstance(lost[rank], TransferTimeoutError)]
+        for rank in overdue if several and not self._deadline.passed else ():
+            text = f"did not come within {window:.3g} s of the first source"
+            lost[rank] = TransferTimeoutError(text, rank=rank, phase="call")
 
     def _mixed(self, holder: LiveHolder) -> bool:
         """Whether parts of several states could be taken for one."""
@@ -165,8 +172,8 @@ class Receiving:
                     chunk_bytes=options.chunk_bytes,
                 )
         except MismatchError as fault:
-            for lost in machine.lost.values():
-                raise lost from fault
+            if machine.lost:
+                raise next(iter(machine.lost.values())) from fault
             raise
         machine.planned(plan.reads)
 
