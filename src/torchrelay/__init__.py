@@ -50,7 +50,7 @@ __all__ = [
     "subscribe",
 ]
 
-_HOMES = {
+_MODULES = {
     "torchrelay.checkpointer.front": ("Checkpointer",),
     "torchrelay.checkpointer.keep": ("KeepBest", "KeepEvery", "KeepLast"),
     "torchrelay.coordination.groups": ("init_process_group",),
@@ -65,15 +65,15 @@ _HOMES = {
     "torchrelay.state.registry": ("register",),
     "torchrelay.weights.subscription": ("subscribe",),
 }
-_HOME = {name: home for home, names in _HOMES.items() for name in names}
+_MODULE = {name: module for module, names in _MODULES.items() for name in names}
 
 
 def __getattr__(name: str) -> object:
-    if name not in _HOME:
+    if name not in _MODULE:
         raise AttributeError(f"module 'torchrelay' has no attribute {name!r}")
     # Collections while modules are made would walk all of torch's objects, for half of the time.
     with gc_paused():
-        value: object = getattr(import_module(_HOME[name]), name)
+        value: object = getattr(import_module(_MODULE[name]), name)
     globals()[name] = value
     return value
 

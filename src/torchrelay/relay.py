@@ -295,8 +295,8 @@ class Relay:
         group = current_group(self._group)
         return Member(self._join(group), group, group.rank(), self._resources, self._workspace)
 
-    def _peers(self, given: int | Iterable[int]) -> list[int]:
-        ranks = items_of("a peer", given, int, "a rank")
+    def _peers(self, chosen: int | Iterable[int]) -> list[int]:
+        ranks = items_of("a peer", chosen, int, "a rank")
         for rank in ranks:
             self._check_rank(rank)
             if rank == self.rank:

@@ -89,7 +89,7 @@ class Job:
             yield rank
             return
         known = rank.known
-        if self.early and known.state is StopState.ASKED:
+        if self.early and known.state is StopState.REQUESTED:
             known = known._replace(state=StopState.BOUND)
         try:
             known, todo = decide(known, signal=rank.signal, look=rank.look)

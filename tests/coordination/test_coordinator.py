@@ -285,7 +285,7 @@ def test_who_waits_longer_asks_the_store_rarely(
     monkeypatch.setattr(group_store, "time", clock)
     store, looks = Late(clock, comes_at), []
     assert GroupStore(store).wait_for(["key"], 1000.0, lambda: looks.append(clock.now))
-    assert clock.now <= comes_at * (1 + group_store.LATE) + 0.01, "it is found soon"
+    assert clock.now <= comes_at * (1 + group_store.OVERDUE) + 0.01, "it is found soon"
     assert store.asked <= most and len(looks) <= store.asked
 
 

@@ -60,7 +60,7 @@ def test_a_message_that_is_gone_is_waited_for_again() -> None:
 
 
 def test_the_pause_ends_with_the_time() -> None:
-    made, _ = driven(coordinator(), WaitEnd.HERE, None, CallMade(SAVE), WaitEnd.LATE)
+    made, _ = driven(coordinator(), WaitEnd.HERE, None, CallMade(SAVE), WaitEnd.OVERDUE)
     assert made.stage is RoundStage.ENDING
 
 
@@ -86,7 +86,7 @@ def test_calls_of_different_kinds_all_fail() -> None:
 
 
 @pytest.mark.parametrize(
-    "answers", [[WaitEnd.LATE], [WaitEnd.HERE, CallMade(SAVE), WaitEnd.DAMAGED]]
+    "answers", [[WaitEnd.OVERDUE], [WaitEnd.HERE, CallMade(SAVE), WaitEnd.DAMAGED]]
 )
 def test_a_call_that_fails_does_so_on_the_ranks_that_came(answers: list[Answer]) -> None:
     made, _ = driven(coordinator(), *answers)
@@ -100,7 +100,7 @@ def test_a_call_that_fails_does_so_on_the_ranks_that_came(answers: list[Answer])
 
 
 def test_there_is_no_note_for_a_call_that_may_be_the_next_one() -> None:
-    made, _ = driven(coordinator(LOAD), WaitEnd.LATE)
+    made, _ = driven(coordinator(LOAD), WaitEnd.OVERDUE)
     assert shown(made.request) == "READ 1"
 
 
@@ -140,7 +140,7 @@ def test_a_member_that_gives_up_leaves_a_message_in_later_rounds(first: bool, ho
     if how == "gone":
         made = made.waited(WaitEnd.HERE).took(False)
     else:
-        made = made.waited(WaitEnd.LATE) if how == "late" else made.broken_off()
+        made = made.waited(WaitEnd.OVERDUE) if how == "late" else made.broken_off()
     assert not made.answered and made.unread
     assert made.stage is (MemberStage.LEAVING if first else MemberStage.OVER)
     if first:

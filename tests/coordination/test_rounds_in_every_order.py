@@ -165,7 +165,7 @@ class Job:
                 after = machine.waited(WaitEnd.HERE)
             else:
                 if self._may_be_late(world, rank):
-                    gone = self._moved(number, rank, machine.waited(WaitEnd.LATE), answer)
+                    gone = self._moved(number, rank, machine.waited(WaitEnd.OVERDUE), answer)
                     yield world.after(number, gone)
                 if ("failed", rank.prefix, self._name(rank)) not in there:
                     return
@@ -203,7 +203,7 @@ class Job:
             if verb is RoundVerb.PAUSE or all(one in there for one in keys):
                 yield self._led(world, rank, machine.after(WaitEnd.HERE))
             if self._may_be_late(world, rank) and not all(one in there for one in keys):
-                yield self._led(world, rank, machine.after(WaitEnd.LATE))
+                yield self._led(world, rank, machine.after(WaitEnd.OVERDUE))
         elif verb is RoundVerb.READ:
             left = there.get(key)
             if isinstance(left, Left) and left.answer != dict(rank.answered).get(other):

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 import torchrelay as tr
 from torchrelay.keeper.choice import TRIES, check_budget, choose
-from torchrelay.keeper.server.messages import HeldStep, KeeperDecision, KeeperReport
+from torchrelay.keeper.server.messages import KeeperDecision, KeeperReport, RetainedStep
 
 STEPS = {"s": 1, "t": 2, "u": 3}
 
@@ -17,7 +17,8 @@ def report(copying: str = "", failed: int = 0, copied: str = "", **here: int) ->
     """A keeper's report of steps with three volumes: bits of those that it has, oldest first, and
     the steps that it has copied."""
     steps = [
-        HeldStep(STEPS[name], name, 3, bytes([bits]), name in copied) for name, bits in here.items()
+        RetainedStep(STEPS[name], name, 3, bytes([bits]), name in copied)
+        for name, bits in here.items()
     ]
     return KeeperReport(steps, copying, failed, "full" if copying else "")
 
@@ -52,7 +53,7 @@ def test_a_step_with_a_part_that_is_gone_is_given_up() -> None:
 
 
 def test_a_step_without_a_record_is_not_complete() -> None:
-    unknown = KeeperReport([HeldStep(1, "s", 0, b"", False)], "", 0, "")
+    unknown = KeeperReport([RetainedStep(1, "s", 0, b"", False)], "", 0, "")
     found = decided(unknown, copies=False)
     assert found.keep == [] and found.known == ["s"]
 
@@ -84,7 +85,9 @@ def test_the_least_budget() -> None:
 
 bits = st.integers(0, 7)
 held = st.builds(
-    lambda name, here, volumes, copied: HeldStep(STEPS[name], name, volumes, bytes([here]), copied),
+    lambda name, here, volumes, copied: RetainedStep(
+        STEPS[name], name, volumes, bytes([here]), copied
+    ),
     st.sampled_from(list(STEPS)),
     bits,
     st.sampled_from([0, 3, 3, 3]),
@@ -108,7 +111,7 @@ def test_each_rule_holds_for_every_decision(
     some: list[KeeperReport], step: int, copies: bool
 ) -> None:
     found, why = choose(some, step, copies=copies)
-    parts: dict[str, list[HeldStep]] = {}
+    parts: dict[str, list[RetainedStep]] = {}
     for one in (one for report in some for one in report.steps):
         parts.setdefault(one.snapshot, []).append(one)
     whole = {
@@ -126,7 +129,7 @@ def test_each_rule_holds_for_every_decision(
     assert not (busy and found.copy) and not (why and not busy)
 
 
-def each_bits(parts: list[HeldStep]) -> int:
+def each_bits(parts: list[RetainedStep]) -> int:
     found = 0
     for one in parts:
         found |= one.here[0]

@@ -155,7 +155,7 @@ def test_chunks_hold_every_byte_once(sizes: list[int], chunk_bytes: int, small: 
         assert start == sum(map(aligned, sizes[:image])) and chunks.size_of(image) == size
         for byte in range(start, start + size):
             held[bisect.bisect_right(ends, byte)] += 1
-    assert chunks.held.tolist() == held
+    assert chunks.inside.tolist() == held
 
 
 def test_a_large_storage_has_chunks_of_its_own() -> None:

@@ -81,20 +81,20 @@ class Checkpointer:
         self._ranks = Coordinator.of(group, "Checkpointer", str(root), no_dist=no_dist)
         with self._ranks.joining():
             self._timeout = seconds_of(timeout)
-            given: CheckpointerOptions = checked_options(options, CheckpointerOptions)
-            _check_arguments(keeper, given)
+            chosen: CheckpointerOptions = checked_options(options, CheckpointerOptions)
+            _check_arguments(keeper, chosen)
             self._owner = Owner("Checkpointer")
             self._keeper = keeper
             self._store: Store = open_store(root, timeout=self._timeout)
             self._catalog = StepCatalog(self._store, policy(keep))
             fitting = _fitting(keeper, self._ranks)
-            writer = ShareWriter(self._store, given.memory_budget, given.stage_on, fitting)
-            self._saver = Saver(self._ranks, self._catalog, writer, given.file_bytes)
-            self._preemption = Preemption(self._ranks, given.signals, self._timeout)
+            writer = ShareWriter(self._store, chosen.memory_budget, chosen.stage_on, fitting)
+            self._saver = Saver(self._ranks, self._catalog, writer, chosen.file_bytes)
+            self._preemption = Preemption(self._ranks, chosen.signals, self._timeout)
             self._closed = False
             self._calls = threading.RLock()
-            self._read_only = given.read_only
-            if self._ranks.coordinates and not given.read_only:
+            self._read_only = chosen.read_only
+            if self._ranks.coordinates and not chosen.read_only:
                 self._bounded("clean up", self._catalog.clean)
             close_at_exit(self)
 
@@ -468,13 +468,13 @@ def _fitting(keeper: Keeper | None, ranks: Coordinator) -> Keeper | None:
     return keeper if stages_for(keeper, ranks.rank, ranks.world) else None
 
 
-def _check_arguments(keeper: object, given: CheckpointerOptions) -> None:
-    memory_budget, file_bytes = given.memory_budget, given.file_bytes
+def _check_arguments(keeper: object, chosen: CheckpointerOptions) -> None:
+    memory_budget, file_bytes = chosen.memory_budget, chosen.file_bytes
     if keeper is not None and not callable(getattr(keeper, "stage", None)):
         raise UsageError(f"keeper is a Keeper, as tr.Keeper(job) makes it, not {keeper!r}")
     if memory_budget is not None and memory_budget < MIN_BUDGET:
         raise UsageError(f"memory_budget is at least {MIN_BUDGET} bytes, not {memory_budget}")
-    _check_choice("stage_on", given.stage_on, ("auto", "host", "device"))
+    _check_choice("stage_on", chosen.stage_on, ("auto", "host", "device"))
     if file_bytes is not None and file_bytes < 1:
         raise UsageError(f"file_bytes is a positive number or None, not {file_bytes}")
 

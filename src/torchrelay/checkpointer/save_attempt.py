@@ -188,8 +188,8 @@ class SaveAttempt:
         try:
             act = partial(self._catalog.prune, save.step, sizes, save.metrics)
             bounded(act, seconds, "remove old steps", file=self._catalog.url)
-        except StorageTimeoutError as late:
-            logger.warning("%s", late)
+        except StorageTimeoutError as overdue:
+            logger.warning("%s", overdue)
 
     def give_up(self, fault: BaseException) -> None:
         """This rank failed before the last round: report it to the others, then clean up."""

@@ -100,9 +100,9 @@ class ShareWriter:
         settle()
         try:
             return share.written(bounded(work, save.deadline.early(), "write the step"))
-        except StorageTimeoutError as late:
-            late.phase = late.phase or "write"
-            late.file = late.file or (writers[0].current if writers else None)
+        except StorageTimeoutError as overdue:
+            overdue.phase = overdue.phase or "write"
+            overdue.file = overdue.file or (writers[0].current if writers else None)
             raise
 
     def _write(self, save: Save, share: Share, writers: list[FileWriter]) -> list[bytes]:

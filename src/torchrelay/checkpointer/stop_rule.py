@@ -86,7 +86,7 @@ class Verdict(Enum):
 class StopState(Enum):
     FREE = 0
     ASKING = 1
-    ASKED = 2
+    REQUESTED = 2
     BOUND = 3
     CLOSED = 4
 
@@ -123,7 +123,7 @@ def decide(known: Known, *, signal: bool, look: bool) -> tuple[Known, StopReques
         return known, StopRequest(Verb.LOOK)
     if known.state is StopState.ASKING:
         return known, StopRequest(Verb.ASK)
-    if known.state is StopState.ASKED:
+    if known.state is StopState.REQUESTED:
         if passed.step < need:
             return known, StopRequest(Verb.RAISE, passed, Passed(need))
         known = known._replace(state=StopState.BOUND)
@@ -146,7 +146,7 @@ def learn(known: Known, request: StopRequest, answer: bool | Passed | None) -> K
     """The answer to a request came, now or at a later step."""
     verb, state = request.verb, known.state
     if verb is Verb.ASK or (verb is Verb.LOOK and answer):
-        return known._replace(state=StopState.ASKED) if state in _UNASKED else known
+        return known._replace(state=StopState.REQUESTED) if state in _UNASKED else known
     if verb is Verb.JOIN:
         return known._replace(joined=True)
     if verb is Verb.COUNT:
@@ -172,4 +172,4 @@ def _check_followed(known: Known) -> None:
 
 
 _UNASKED = (StopState.FREE, StopState.ASKING)
-_UNBOUND = (StopState.FREE, StopState.ASKING, StopState.ASKED)
+_UNBOUND = (StopState.FREE, StopState.ASKING, StopState.REQUESTED)

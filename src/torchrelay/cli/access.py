@@ -23,15 +23,15 @@ CAFILE = typer.Option(None, "--cafile", help="Certificates of the authorities to
 CERTFILE = typer.Option(None, "--certfile", help="Certificate to serve TLS with.")
 KEYFILE = typer.Option(None, "--keyfile", help="Private key of the certificate.")
 
-_given: dict[str, str] = {}
+_chosen: dict[str, str] = {}
 
 
 def keep(token_file: str | None, cafile: str | None, *, begins: bool = False) -> None:
     """Remember what was given with the command, or with the command line that `begins`."""
     if begins:
-        _given.clear()
+        _chosen.clear()
     named = {"token_file": token_file, "cafile": cafile}
-    _given.update({name: value for name, value in named.items() if value is not None})
+    _chosen.update({name: value for name, value in named.items() if value is not None})
 
 
 def command(act: Callable[..., Any], trouble: int) -> Callable[..., Any]:
@@ -56,15 +56,15 @@ def command(act: Callable[..., Any], trouble: int) -> Callable[..., Any]:
     return run
 
 
-def given(**more: str | None) -> Access:
+def chosen_access(**more: str | None) -> Access:
     """The access that was given, with a certificate to serve with."""
     from torchrelay.sources.access import Access
 
-    return Access(**_given, **more)
+    return Access(**_chosen, **more)
 
 
 def endpoints(urls: str | list[str]) -> EndpointSource:
     """Endpoints that commands read from. Their bytes are verified, however they come."""
     from torchrelay.sources.endpoint import EndpointSource
 
-    return EndpointSource(urls, access=given(), verify=True)
+    return EndpointSource(urls, access=chosen_access(), verify=True)

@@ -41,7 +41,7 @@ def one_line_errors(status: int = 1) -> Iterator[None]:
         raise typer.Exit(130) from None
 
 
-def end_when_told() -> None:
+def end_with_status() -> None:
     """A command that runs until it is ended takes SIGTERM as it takes Ctrl-C, also where a shell
     started it in the background, with SIGINT ignored."""
     for number in (signal.SIGINT, signal.SIGTERM):

@@ -80,7 +80,7 @@ def _named(key: str, node: _TreeNode) -> str:
 
 
 def _cells(facts: dict[str, Any]) -> Sequence[str]:
-    cells = [facts["dtype"], _by(facts["shape"]), size(facts["bytes"]), _held(facts["shards"])]
+    cells = [facts["dtype"], _by(facts["shape"]), size(facts["bytes"]), _content(facts["shards"])]
     if "stats" in facts:
         cells.append(_numbers(facts["stats"]))
     return cells
@@ -90,7 +90,7 @@ def _by(shape: Sequence[int]) -> str:
     return "x".join(map(str, shape)) or "()"
 
 
-def _held(shards: list[dict[str, Any]]) -> str:
+def _content(shards: list[dict[str, Any]]) -> str:
     ranks = sorted({shard["rank"] for shard in shards if shard["rank"] is not None})
     if not ranks:
         return "" if len(shards) < 2 else f"{len(shards)} shards"

@@ -76,7 +76,7 @@ class WaitEnd(Enum):
     """The end of a wait, or what was found instead of a message."""
 
     HERE = "all that was waited for is here"
-    LATE = "the time is up"
+    OVERDUE = "the time is up"
     OFF = "the call was called off: it cannot come about any more"
     DAMAGED = "a message has other bytes than were written"
 
@@ -132,7 +132,7 @@ class CoordinatorRound(NamedTuple):
         verb, rank = request
         if answer is WaitEnd.OFF:
             return self._over(RoundOutcome.OFF)
-        if answer is WaitEnd.LATE or (
+        if answer is WaitEnd.OVERDUE or (
             answer is WaitEnd.DAMAGED and self.stage is RoundStage.READING
         ):
             return self._ending()

@@ -23,7 +23,7 @@ from torchrelay.errors import CheckpointError
 
 PIECE_BYTES = 1 << 20
 POLL = (0.0005, 0.25)  # seconds between two looks at the store: first, and after a long wait
-LATE = 0.05  # of the time waited: how late a value may be found
+OVERDUE = 0.05  # of the time waited: how late a value may be found
 MOST_REQUESTS = 20_000  # a second, of all ranks that wait: about a third of what a TCPStore serves
 LOOK = 0.1  # seconds between two looks at anything else meanwhile, or longer if `POLL` is
 READS = 3  # of a value that has other bytes than were written, before that is an error
@@ -199,7 +199,7 @@ class GroupStore:
 def pause_after(waited: float, ranks: int = 1) -> float:
     """Seconds until the next look of a rank that has waited for so long, of so many that wait."""
     first, longest = POLL
-    return max(first, ranks / MOST_REQUESTS, min(LATE * waited, longest))
+    return max(first, ranks / MOST_REQUESTS, min(OVERDUE * waited, longest))
 
 
 def _pieces(key: str, count: int) -> list[str]:

@@ -96,15 +96,15 @@ class Leading:
 
     def _wait_for_messages(self) -> WaitEnd:
         seen = self._wait.wait(self._keys, self._left)
-        if seen is WaitEnd.LATE:
-            late = [rank for rank, key in enumerate(self._keys, 1) if not self._store.has(key)]
-            self._fail_for(late)
+        if seen is WaitEnd.OVERDUE:
+            overdue = [rank for rank, key in enumerate(self._keys, 1) if not self._store.has(key)]
+            self._fail_for(overdue)
         return seen
 
     def _pause(self) -> WaitEnd:
         if self._left <= 0:
             self._fail_for(self._machine.gone)
-            return WaitEnd.LATE
+            return WaitEnd.OVERDUE
         if self._wait.look(lambda: self._machine.gone):
             return WaitEnd.OFF
         now = time.monotonic()
@@ -112,11 +112,11 @@ class Leading:
         time.sleep(self._store.pause_after(now - self._paused_at))
         return WaitEnd.HERE
 
-    def _fail_for(self, late: list[int]) -> None:
+    def _fail_for(self, overdue: list[int]) -> None:
         fault = CheckpointError(
             f"no message in {self._deadline.seconds:g} s in {self._machine.name} from "
-            f"{self._wait.describe(late)}: every rank makes this call",
-            rank=late[0] if late else None,
+            f"{self._wait.describe(overdue)}: every rank makes this call",
+            rank=overdue[0] if overdue else None,
         )
         self._failure = RankMessage.failure(fault, self._phase, COORDINATOR)
 

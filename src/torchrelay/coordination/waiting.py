@@ -42,7 +42,7 @@ class RoundWait:
         replaces a key where it finds that its rank has left its message under another one."""
         if self._store.wait_for(keys, seconds, lambda: self.look(lambda: self._missing(keys))):
             return WaitEnd.HERE
-        return WaitEnd.LATE if self.called_off is None else WaitEnd.OFF
+        return WaitEnd.OVERDUE if self.called_off is None else WaitEnd.OFF
 
     def look(self, missing: Callable[[], list[int]]) -> bool:
         """Called now and then: whether the call is called off. After a while in a first round the

@@ -81,15 +81,15 @@ def outline_of(
     tree, order = tree_of_paths(placed)
     record = in_rows(tree, [leaves[index] for index in order], list(stored.values()))
     derived = Names(record)
-    given = [(place, name) for name, place in places.items() if derived[place] != name]
-    return msgspec.structs.replace(record, names=tuple(given))
+    planned = [(place, name) for name, place in places.items() if derived[place] != name]
+    return msgspec.structs.replace(record, names=tuple(planned))
 
 
 def _paths(metadata: Metadata) -> dict[str, Path]:
     """The path of each part of the state, in the order of the state."""
     entries: dict[str, Any] = metadata.state_dict_metadata
-    told = metadata.planner_data if isinstance(metadata.planner_data, dict) else {}
-    paths: dict[str, Path] = {name: tuple(path) for name, path in told.items() if name in entries}
+    facts = metadata.planner_data if isinstance(metadata.planner_data, dict) else {}
+    paths: dict[str, Path] = {name: tuple(path) for name, path in facts.items() if name in entries}
     return paths | {name: (name,) for name in entries if name not in paths}
 
 

@@ -94,7 +94,7 @@ def resolve_items(
     return found
 
 
-def asked_for(item: ReadItem, stored: StoredTensor, place: torch.Tensor) -> BoxRead:
+def requested(item: ReadItem, stored: StoredTensor, place: torch.Tensor) -> BoxRead:
     """The read that a planner asks for."""
     index = item.storage_index
     wanted = tuple(index.offset or ())

@@ -110,12 +110,12 @@ class _AtPlace:
     """
 
     def __init__(self, path: Place, step: int | None, timeout: float | timedelta) -> None:
-        self._given_step, self._timeout = step, timeout
+        self._chosen_step, self._timeout = step, timeout
         self._go(path)
 
     def _go(self, path: Place) -> None:
         self.checkpoint_id = root = os.fspath(path)
-        step = self._given_step
+        step = self._chosen_step
         if step is None:
             root, step = split_step(path)
         self._named_step = None if step is None else check_step(step)
@@ -196,7 +196,7 @@ class Writer(_AtPlace, StorageWriter):
         ]
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        told: DraftName = getattr(_arrived, "name", None) or plan.storage_data
+        sent: DraftName = getattr(_arrived, "name", None) or plan.storage_data
         _arrived.name = None
         check_chunks(planner)
         tops = {
@@ -204,12 +204,12 @@ class Writer(_AtPlace, StorageWriter):
             for fqn, path in (plan.planner_data or {}).items()
         }
         found = items.resolve_items(plan.items, planner, tops)
-        layout = arrange(found.entries, told.rank, told.world, self._file_bytes)
+        layout = arrange(found.entries, sent.rank, sent.world, self._file_bytes)
         share = Share(layout, found.tensors)
         if self._draft is not None:
             draft = self._draft.files
         else:
-            draft = self._store.draft(self._step, told.name, overwrite=self._overwrite)
+            draft = self._store.draft(self._step, sent.name, overwrite=self._overwrite)
         digests = self._within("write", lambda: share.write_to(draft)) if share.files else []
         carried = msgspec.msgpack.encode(_Written(encode(share.written(digests)), found.values))
         results = [WriteResult(item.index, 0, None) for item in plan.items]
@@ -222,15 +222,15 @@ class Writer(_AtPlace, StorageWriter):
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         draft = self._draft
         assert draft is not None
-        told = [
+        sent = [
             _written.decode(result.storage_data)
             for rank in results
             for result in rank
             if result.storage_data is not None
         ]
         try:
-            shares = decode_shares(self._step, [one.share for one in told])
-            values = {name: value for one in told for name, value in one.values.items()}
+            shares = decode_shares(self._step, [one.share for one in sent])
+            values = {name: value for one in sent for name, value in one.values.items()}
             outlined = outline_of(metadata, shares, values)
             ranks = (0,) * max(1, len(results))
             outlined = msgspec.structs.replace(outlined, ranks=ranks)
@@ -292,9 +292,9 @@ class Reader(_AtPlace, StorageReader):
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         self._forget()
-        told = StorageMeta(self.checkpoint_id, self.record.saved.save_id, self.load_id)
+        sent = StorageMeta(self.checkpoint_id, self.record.saved.save_id, self.load_id)
         return dataclasses.replace(
-            self.planned.metadata, storage_meta=told, version=CURRENT_DCP_VERSION
+            self.planned.metadata, storage_meta=sent, version=CURRENT_DCP_VERSION
         )
 
     def set_up_storage_reader(
@@ -324,7 +324,7 @@ class Reader(_AtPlace, StorageReader):
                     f"the destination cannot be written: {READ_ONLY}", path=item.dest_index.fqn
                 )
         planned = waves(
-            items.asked_for(item, stored[item.storage_index.fqn], place) for item, place in places
+            items.requested(item, stored[item.storage_index.fqn], place) for item, place in places
         )
         left = threading.Event()
 
@@ -337,7 +337,7 @@ class Reader(_AtPlace, StorageReader):
             if self._verify:
                 self._within("read the step", wave.fetch.check)
         kept = {one.name: one for one in self.record.objects}
-        given = [self._object(item, kept.get(item.storage_index.fqn), planner) for item in objects]
+        chosen = [self._object(item, kept.get(item.storage_index.fqn), planner) for item in objects]
         while planned:
             wave = planned.pop(0)
             assert wave.fetch is not None
@@ -345,7 +345,7 @@ class Reader(_AtPlace, StorageReader):
             wave.finish()
         for item, place in places:
             planner.commit_tensor(item, place)
-        for item, data in zip(objects, given, strict=True):
+        for item, data in zip(objects, chosen, strict=True):
             planner.load_bytes(item, data)
         done: Future[None] = Future()
         done.set_result(None)

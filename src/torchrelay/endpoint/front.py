@@ -105,24 +105,24 @@ def serve(
     ranks = Coordinator.of(group, "endpoint", no_dist=no_dist)
     with ranks.joining():
         seconds = seconds_of(timeout)
-        given: ServeOptions = checked_options(options, ServeOptions)
+        chosen: ServeOptions = checked_options(options, ServeOptions)
         place, access = Address.parse(address), access or Access()
         place.check(access.secret())
         for name, value in (
-            ("hold_seconds", given.hold_seconds),
-            ("stall_seconds", given.stall_seconds),
+            ("hold_seconds", chosen.hold_seconds),
+            ("stall_seconds", chosen.stall_seconds),
         ):
             if not 0 < value < 1e6:
                 raise UsageError(f"{name} must be a positive number of seconds, not {value!r}")
-        if given.connections < 1:
-            raise UsageError(f"connections must be a positive number, not {given.connections!r}")
+        if chosen.connections < 1:
+            raise UsageError(f"connections must be a positive number, not {chosen.connections!r}")
         if not isinstance(encoding, (Encoding, type(None))):
             raise UsageError(f"encoding is an Encoding, not {type(encoding).__name__}")
         encoding = encoding or Encoding()
         # Ranks of one host cannot share a port: the first has it, the others take free ones.
         listen = m.Listen.at(place.host, place.port if ranks.coordinates else 0, access)
-        listen.hold, listen.stall = given.hold_seconds, given.stall_seconds
-        listen.connections = given.connections
+        listen.hold, listen.stall = chosen.hold_seconds, chosen.stall_seconds
+        listen.connections = chosen.connections
         listen.history = encoding.history
         server = ServerProcess(listen)
         server.start(seconds)

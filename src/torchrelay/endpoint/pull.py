@@ -92,20 +92,20 @@ def pull(
       alone.
     - `options`: the rare ones, as `tr.options.PullOptions`.
     """
-    given: PullOptions = checked_options(options, PullOptions)
-    newer_than, same_host, progress = given.newer_than, given.same_host, given.progress
-    verify = checked_verify(given.verify) == "all"  # also what is mapped on this host
+    settings: PullOptions = checked_options(options, PullOptions)
+    newer_than, same_host, progress = settings.newer_than, settings.same_host, settings.progress
+    verify = checked_verify(settings.verify) == "all"  # also what is mapped on this host
     step, newer_than = (None if one is None else check_step(one) for one in (step, newer_than))
     if step is not None and newer_than is not None:
         raise UsageError("give step= or options.newer_than, not both")
-    mapped = same_host and not given.reshare
+    mapped = same_host and not settings.reshare
     origin = as_source(source, access, same_host=mapped, verify=verify)
     deadline = Deadline(timeout)
     ranks = Coordinator.of(group, "pull", "function", no_dist=no_dist)
     chosen: Source = origin
     seeding = newer = on_device = None
-    on_gpu = same_host and wants_gpu(into, given.device)
-    if given.reshare:
+    on_gpu = same_host and wants_gpu(into, settings.device)
+    if settings.reshare:
         needs_linux("pull(reshare=True)")
         if not isinstance(origin, EndpointSource):
             raise UsageError(f"reshare=True is for endpoints and live ranks, not {origin.name}")
@@ -119,12 +119,12 @@ def pull(
     request = LoadRequest(
         into,
         step,
-        strict=given.strict,
+        strict=settings.strict,
         key=key,
         include=include,
-        verify=bool(given.verify),
-        atomic=given.atomic,
-        device=given.device,
+        verify=bool(settings.verify),
+        atomic=settings.atomic,
+        device=settings.device,
         progress=progress,
     )
     loader = Loader(chosen, ranks, Pooled(_pool(os.getpid())))

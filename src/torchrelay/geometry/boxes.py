@@ -49,8 +49,8 @@ class Comparisons:
             self._left -= max(len(beside) - _GRID, 0) * len(dims)
             if self._left < 0:
                 raise ManifestError("shards that are cut in too many ways")
-            apart = (low[beside] >= high[number]) | (high[beside] <= low[number])
-            if not apart.any(1).all():
+            separate = (low[beside] >= high[number]) | (high[beside] <= low[number])
+            if not separate.any(1).all():
                 return True
             beside = np.append(beside, number)
         return False

@@ -109,7 +109,7 @@ class Chunks:
         return int(self.image_bytes[image])
 
     @cached_property
-    def held(self) -> Counts:
+    def inside(self) -> Counts:
         """How many bytes of images each chunk has; the rest is padding."""
         return self.shares_of(self.places, self.image_bytes.astype(np.uint64))
 

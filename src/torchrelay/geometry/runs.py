@@ -20,8 +20,8 @@ _LARGE_BYTES = 1 << 18
 
 # `ctypes.memmove` lets other threads run during the copy. For a short one that costs more than the
 # copy itself: with a busy thread around, each call may wait for a whole switch interval.
-_held = ctypes.PYFUNCTYPE(None, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
-_move_short = ctypes.cast(ctypes.memmove, _held)
+_inside = ctypes.PYFUNCTYPE(None, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
+_move_short = ctypes.cast(ctypes.memmove, _inside)
 
 
 class Runs:
@@ -34,11 +34,11 @@ class Runs:
             order = np.argsort(begin, kind="stable")
             begin, address, nbytes = begin[order], address[order], nbytes[order]
         end = begin + nbytes
-        apart = (begin[1:] != end[:-1]) | (address[1:] != (address + nbytes)[:-1])
+        separate = (begin[1:] != end[:-1]) | (address[1:] != (address + nbytes)[:-1])
         first = np.ones(len(begin), dtype=bool)
-        first[1:] = apart
+        first[1:] = separate
         last = np.ones(len(begin), dtype=bool)
-        last[:-1] = apart
+        last[:-1] = separate
         self.starts: Column = begin[first]
         self.stops: Column = end[last]
         self.addresses: Column = address[first]

@@ -102,10 +102,10 @@ class JsonServer:
         end = time.monotonic() + seconds
         with closing(line):
             line.connect()
-            sock, late = line.sock, threading.Event()
+            sock, overdue = line.sock, threading.Event()
 
             def cut() -> None:
-                late.set()
+                overdue.set()
                 with suppress(OSError):
                     socket.socket.shutdown(sock, socket.SHUT_RDWR)
 
@@ -116,9 +116,9 @@ class JsonServer:
             try:
                 yield line
             except (OSError, HTTPException):
-                if not late.is_set():
+                if not overdue.is_set():
                     raise
             finally:
                 timer.cancel()
-            if late.is_set():  # also where an answer of unknown length ends by that
+            if overdue.is_set():  # also where an answer of unknown length ends by that
                 raise TimeoutError(f"no answer in {seconds:g} s")

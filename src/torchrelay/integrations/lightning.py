@@ -253,7 +253,7 @@ class RandomNumbers(Callback):  # type: ignore[misc, unused-ignore]
 
     def __init__(self) -> None:
         self._trainer: Any = None
-        self._held: Checkpoint | None = None  # the numbers that the next batch begins with
+        self._delayed: Checkpoint | None = None  # the numbers that the next batch begins with
         self._generators: list[torch.Tensor | None] | None = None  # from a checkpoint
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
@@ -264,26 +264,26 @@ class RandomNumbers(Callback):  # type: ignore[misc, unused-ignore]
             self._continue()
             _begin_again(trainer.fit_loop)
         else:
-            self._held = RandomState().state_dict()
+            self._delayed = RandomState().state_dict()
 
     def on_train_batch_start(self, *_: Any) -> None:
         self._continue()
-        self._held = None
+        self._delayed = None
 
     def on_train_epoch_end(self, *_: Any) -> None:
         if self._generators is not None:  # from a checkpoint of the validation in this epoch
             self._continue()
 
     def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
-        self._trainer = self._held = self._generators = None
+        self._trainer = self._delayed = self._generators = None
 
     def _continue(self) -> None:
         states, self._generators = self._generators or [], None
         for loader, state in zip(_train_loaders(self._trainer), states, strict=False):
             if state is not None and (generator := getattr(loader, "generator", None)) is not None:
                 generator.set_state(state)
-        if self._held is not None:
-            RandomState().load_state_dict(self._held)
+        if self._delayed is not None:
+            RandomState().load_state_dict(self._delayed)
 
     def on_save_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: Checkpoint) -> None:
         if pl_module.automatic_optimization and trainer.fit_loop.epoch_loop._should_accumulate():
@@ -304,7 +304,7 @@ class RandomNumbers(Callback):  # type: ignore[misc, unused-ignore]
         answer = ranks.call("gather").round(
             "gather",
             lambda: mine,
-            lambda said: [msgspec.msgpack.encode(said)] * len(said),
+            lambda text: [msgspec.msgpack.encode(text)] * len(text),
             Deadline(600),
         )
         return {"ranks": [unpack(one) for one in msgspec.msgpack.decode(answer)]}
@@ -312,8 +312,8 @@ class RandomNumbers(Callback):  # type: ignore[misc, unused-ignore]
     def load_state_dict(self, state: Checkpoint) -> None:
         states = state["ranks"]
         rank = Coordinator.of(None, "RandomNumbers").rank
-        self._held = states[rank if rank < len(states) else 0]
-        self._generators = self._held.get("generators", [])
+        self._delayed = states[rank if rank < len(states) else 0]
+        self._generators = self._delayed.get("generators", [])
 
 
 def _train_loaders(trainer: Any) -> list[Any]:

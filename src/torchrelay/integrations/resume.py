@@ -51,8 +51,8 @@ def _agreed(
 ) -> int | None:
     ranks = Coordinator.of(None, "resume", checkpointer.url)
 
-    def decide(said: list[bytes]) -> list[bytes]:
-        return [msgspec.msgpack.encode(choose())] * len(said)
+    def decide(answer: list[bytes]) -> list[bytes]:
+        return [msgspec.msgpack.encode(choose())] * len(answer)
 
     answer = ranks.call("choose a step").round("choose", bytes, decide, Deadline(timeout))
     return msgspec.msgpack.decode(answer, type=int | None)

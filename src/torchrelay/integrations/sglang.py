@@ -71,14 +71,14 @@ class SGLangServer:
         export_hf(version.tensors, folder, self._timeout)
         step = version.step
         fault: BaseException | None = None
-        asked = False  # the server may read the folder
+        request = False  # the server may read the folder
         try:
             self._post("/pause_generation", {"mode": self._pause}, step)
-            asked = True
+            request = True
             self._load(step, folder)
         except BaseException as found:
             fault = found
-            if not asked:
+            if not request:
                 shutil.rmtree(folder, ignore_errors=True)
             raise
         finally:

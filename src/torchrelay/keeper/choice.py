@@ -28,7 +28,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from torchrelay.errors import UsageError
-from torchrelay.keeper.server.messages import HeldStep, KeeperDecision, KeeperReport
+from torchrelay.keeper.server.messages import KeeperDecision, KeeperReport, RetainedStep
 
 TRIES = 2  # copies that may go wrong in a row before steps are staged without them
 
@@ -51,7 +51,7 @@ class ReportedStep(NamedTuple):
     """A step that keepers have something of. `parts`: what each of them has."""
 
     snapshot: str
-    parts: list[HeldStep]
+    parts: list[RetainedStep]
     age: int  # how late keepers got it
 
     @property
@@ -94,12 +94,12 @@ def choose(
 
 
 def _reported(reports: Sequence[KeeperReport]) -> list[ReportedStep]:
-    parts: dict[str, list[HeldStep]] = {}
+    parts: dict[str, list[RetainedStep]] = {}
     age: dict[str, int] = {}
     for one in reports:
-        for order, held in enumerate(one.steps):
-            parts.setdefault(held.snapshot, []).append(held)
-            age[held.snapshot] = max(age.get(held.snapshot, 0), order)
+        for order, kept in enumerate(one.steps):
+            parts.setdefault(kept.snapshot, []).append(kept)
+            age[kept.snapshot] = max(age.get(kept.snapshot, 0), order)
     return [ReportedStep(snapshot, some, age[snapshot]) for snapshot, some in parts.items()]
 
 

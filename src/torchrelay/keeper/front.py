@@ -37,7 +37,7 @@ class _Present(msgspec.Struct, array_like=True):
 
     url: str
     token: str
-    given: bool
+    chosen: bool
     machine: str
     members: list[str]
 
@@ -96,14 +96,14 @@ class Keeper:
             self._name = KeeperName.of(job)
             self._access, listen_at = access or Access(), Address.parse(address)
             listen = m.Listen.at(*listen_at, self._access)
-            given: KeeperOptions = checked_options(options, KeeperOptions)
+            chosen: KeeperOptions = checked_options(options, KeeperOptions)
             join = JoinKeeper(
                 listen,
-                memory=given.memory_budget,
-                steps=given.steps,
-                copies=given.copies,
-                rate=given.copy_bytes_per_second,
-                lease=given.lease_seconds,
+                memory=chosen.memory_budget,
+                steps=chosen.steps,
+                copies=chosen.copies,
+                rate=chosen.copy_bytes_per_second,
+                lease=chosen.lease_seconds,
             )
             has_token = join.listen.token is not None
             self._server = KeeperProcess(self._name, join)
@@ -118,13 +118,13 @@ class Keeper:
             raise
         close_at_exit(self)
 
-    def _gather(self, given: bool, listen_at: Address) -> None:
+    def _gather(self, chosen: bool, listen_at: Address) -> None:
         """All ranks learn where the keepers are, and agree on one token."""
         deadline = Deadline(self._timeout)
         joined = self._server.joined
         call = self._all.call("join")
 
-        here = _Present(self.url, joined.token, given, machine(), joined.members)
+        here = _Present(self.url, joined.token, chosen, machine(), joined.members)
 
         def decide(messages: list[bytes]) -> list[bytes]:
             ranks = [_present.decode(data) for data in messages]
@@ -133,7 +133,7 @@ class Keeper:
                     f"keepers on several machines do not reach each other at {listen_at.host}: "
                     "give an address that the others reach, as 0.0.0.0:0"
                 )
-            tokens = {rank.token for rank in ranks if rank.given}
+            tokens = {rank.token for rank in ranks if rank.chosen}
             if len(tokens) > 1:
                 raise UsageError("ranks were given different tokens: give all of them the same")
             # A token that a keeper has had before is known to keepers without a worker here.

@@ -12,13 +12,13 @@ from torchrelay.errors import CheckpointError, RelayError
 from torchrelay.loading.loader import Visibility
 from torchrelay.sources.source import Source
 
-_SEEN, _LATE = b"seen", b"late"
+_SEEN, _OVERDUE = b"seen", b"late"
 
 
 def has_steps(source: Source, rank: int, call: Call, deadline: Deadline) -> bool:
     """The same on every rank. Raises on all ranks if the coordinator cannot list the steps, and
     `CheckpointError` if it does not see for long what another rank sees."""
-    late = Visibility()
+    overdue = Visibility()
 
     def mine() -> bytes:
         try:
@@ -32,7 +32,7 @@ def has_steps(source: Source, rank: int, call: Call, deadline: Deadline) -> bool
         other = next((number for number, one in enumerate(answers) if one), 0)
         if answers[0] or not other:
             return [answers[0]] * len(answers)
-        if not late.lasts(deadline):
+        if not overdue.lasts(deadline):
             raise CheckpointError(
                 f"rank {other} sees steps in {source.name}, and rank 0 does not: is it on a shared "
                 "file system?",
@@ -40,8 +40,8 @@ def has_steps(source: Source, rank: int, call: Call, deadline: Deadline) -> bool
                 phase="look",
                 file=source.name,
             )
-        return [_LATE] * len(answers)
+        return [_OVERDUE] * len(answers)
 
-    while (found := call.round("look", mine, decide, deadline)) == _LATE:
-        late.pause()
+    while (found := call.round("look", mine, decide, deadline)) == _OVERDUE:
+        overdue.pause()
     return found == _SEEN

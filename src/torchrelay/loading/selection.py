@@ -26,7 +26,7 @@ def check_include(record: Record, patterns: Sequence[str]) -> None:
             return
     if left:
         raise MismatchError(
-            f"include={left[0]!r} matches nothing in the step; {_near(left[0], record)}",
+            f"include={left[0]!r} matches nothing in the step; {_similar(left[0], record)}",
             step=record.step,
         )
 
@@ -38,9 +38,9 @@ def _names(record: Record) -> Iterator[str]:
             yield texts.of(path)
 
 
-def _near(pattern: str, record: Record) -> str:
-    asked = pattern.rstrip("*").rstrip(".")
-    depth = asked.count(".") + 1
+def _similar(pattern: str, record: Record) -> str:
+    wanted = pattern.rstrip("*").rstrip(".")
+    depth = wanted.count(".") + 1
     tops: set[str] = set()
     keys: set[str] = set()
     for name in _names(record):
@@ -48,9 +48,9 @@ def _near(pattern: str, record: Record) -> str:
         for key in (".".join(name.split(".", depth)[:depth]), name):
             if len(keys) < _COMPARED and len(key) <= _LONGEST:
                 keys.add(key)
-    near = get_close_matches(asked[:_LONGEST], sorted(keys), _SHOWN, 0.6)
-    if near:
-        return f"similar: {', '.join(near)}"
+    similar = get_close_matches(wanted[:_LONGEST], sorted(keys), _SHOWN, 0.6)
+    if similar:
+        return f"similar: {', '.join(similar)}"
     return f"its keys: {', '.join(sorted(tops))}"
 
 

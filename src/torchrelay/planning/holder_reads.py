@@ -30,7 +30,7 @@ class RankReads(NamedTuple):
     images: Numbers
     filling: BoxReads
 
-    def filled(self) -> Iterator[tuple[int, Box]]:
+    def read(self) -> Iterator[tuple[int, Box]]:
         """The image of the share that each read fills, and the part of it."""
         filling = self.filling
         parts = [filling.cuts[number].to for number in filling.cut.tolist()]

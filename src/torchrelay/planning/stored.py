@@ -66,7 +66,7 @@ class Names(Sequence[str]):
 
     def __init__(self, record: Record) -> None:
         self._record = record
-        self._given = dict(record.names)
+        self._named = dict(record.names)
         self._paths: dict[int, LeafPaths] = {}  # by outline
 
     def __len__(self) -> int:
@@ -98,8 +98,8 @@ class Names(Sequence[str]):
     def __getitem__(self, image: Any) -> Any:
         if isinstance(image, slice):
             return [self[n] for n in range(*image.indices(len(self)))]
-        if image in self._given:
-            return self._given[image]
+        if image in self._named:
+            return self._named[image]
         outline, leaf = (int(column[image]) for column in self._firsts)
         if outline < 0:
             return f"image {image}"

@@ -91,29 +91,29 @@ def recover(
     source whose state does not fit `into` is skipped with a warning; `MismatchError` if no other
     fits. Each message has the reason for each source.
     """
-    given: RecoverOptions = checked_options(options, RecoverOptions)
+    chosen: RecoverOptions = checked_options(options, RecoverOptions)
     landing = {
         "key": key,
         "include": include,
-        "strict": given.strict,
-        "verify": bool(checked_verify(given.verify)),
-        "atomic": given.atomic,
-        "device": given.device,
-        "progress": given.progress,
+        "strict": chosen.strict,
+        "verify": bool(checked_verify(chosen.verify)),
+        "atomic": chosen.atomic,
+        "device": chosen.device,
+        "progress": chosen.progress,
     }
     if min_step is not None:
         min_step = check_step(min_step)
-    age = given.max_age_seconds
+    age = chosen.max_age_seconds
     if age is not None:
         age = seconds_of(age, "max_age_seconds")
     if isinstance(sources, (str, os.PathLike)) or not isinstance(sources, Iterable):
         raise UsageError(f"sources is a list of them, not {sources!r}: sources=[{sources!r}]")
-    every, same_host = given.verify == "all", given.same_host
+    every, same_host = chosen.verify == "all", chosen.same_host
     found = [as_source(place, access, same_host=same_host, verify=every) for place in sources]
     if not found:
         raise UsageError("no source to recover from: give at least one in sources=[...]")
     ranks = Coordinator.of(group, "recover", "function", no_dist=no_dist)
-    used = [SeedingSource(one) if given.reshare and can_be_seeded(one) else one for one in found]
+    used = [SeedingSource(one) if chosen.reshare and can_be_seeded(one) else one for one in found]
     recovery = _Recovery(Candidates(used, min_step, age), ranks, into, landing, Deadline(timeout))
     try:
         with ranks.measured("recover") as measured:

@@ -114,7 +114,7 @@ class StandIns:
                 raise UnsupportedLeafError(why, path=path_of(number))
         for views in placed.values():
             if len(views) > 1 and any(one.is_cast for one in views):
-                _check_apart(views, path_of)
+                _check_separate(views, path_of)
         return found
 
     def _stand_in(self, leaf: torch.Tensor, locals_: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -174,7 +174,7 @@ class _ViewPlace(NamedTuple):
     is_cast: bool
 
 
-def _check_apart(views: list[_ViewPlace], path_of: Callable[[int], str]) -> None:
+def _check_separate(views: list[_ViewPlace], path_of: Callable[[int], str]) -> None:
     """Tensors of one storage are the same one, or lie apart: others could not be cast and still
     share what they share."""
     for group in overlapping([view[:2] for view in views]):

@@ -48,7 +48,7 @@ class DeviceHashing:
     def __init__(self, files: Sequence[FileSpec], streams: Sequence[Stream]) -> None:
         self._files = files
         self._device: dict[int, list[tuple[int, int, int]]] = {}
-        self._strays: list[tuple[int, int, int]] = []
+        self._unmatched: list[tuple[int, int, int]] = []
         self._host: list[Runs] = []
         self._starts: list[Column] = []
         self._stops: list[Column] = []
@@ -58,7 +58,7 @@ class DeviceHashing:
             for at, region in stream.elsewhere:
                 run = region.run(0, region.nbytes) if region.keep.is_cuda else None
                 if run is None:
-                    self._strays.append((base + at, at, region.nbytes))
+                    self._unmatched.append((base + at, at, region.nbytes))
                 else:
                     rows = self._device.setdefault(run.get_device(), [])
                     rows.append((base + at, run.data_ptr(), run.nbytes))
@@ -94,7 +94,7 @@ class DeviceHashing:
     def _shared(self) -> Marks:
         """Marks chunks that have bytes of several GPUs, or of memory that is not in one run."""
         starts = np.concatenate(self._starts)
-        memory = [*self._device.values(), self._strays]
+        memory = [*self._device.values(), self._unmatched]
         found: Marks = np.sum([_reached(starts, Runs.of(rows)) for rows in memory], axis=0) > 1
         return found
 

@@ -163,8 +163,8 @@ def merge(
         differences=tuple(differences),
     )
     derived = Names(record)
-    given = [(image, name) for name, image in joined.names.items() if derived[image] != name]
-    return _replace(record, names=tuple(given))
+    names = [(image, name) for name, image in joined.names.items() if derived[image] != name]
+    return _replace(record, names=tuple(names))
 
 
 def _difference(

@@ -41,15 +41,15 @@ class StepDraft:
 
     def begin(self, listing: Listing | None = None) -> None:
         """Create it, unless the step exists and may not be replaced; see `Draft.begin`."""
-        given_up = threading.Event()
+        abandoned = threading.Event()
 
         def act() -> None:
             self.files.begin(listing)
-            if given_up.is_set():
+            if abandoned.is_set():
                 self.files.discard()
 
         exists = f"step {self._step} is committed: pass overwrite=True to replace it"
-        self._carry_out("plan", "begin a step", act, exists, given_up)
+        self._carry_out("plan", "begin a step", act, exists, abandoned)
         self.id = self.files.id
 
     def check_visible(self, rank: int, place: str) -> None:
@@ -78,10 +78,10 @@ class StepDraft:
         exists = f"another writer committed step {self._step} meanwhile: give each job its root"
         try:
             self._carry_out("commit", "commit", act, exists)
-        except StorageTimeoutError as late:
+        except StorageTimeoutError as overdue:
             if self.files.revoke():
                 raise
-            raise self._unknown("the storage did not answer in time") from late
+            raise self._unknown("the storage did not answer in time") from overdue
 
     def look(self, silence: CheckpointError) -> None:
         """This rank does not know how the commit ended. Returns if the step is in place; otherwise
@@ -102,8 +102,8 @@ class StepDraft:
         until a process cleans up."""
         try:
             bounded(self.files.discard, max(GRACE, self._left()), "remove the draft")
-        except StorageTimeoutError as late:
-            logger.warning("the draft of step %d stays: %s", self._step, late.message)
+        except StorageTimeoutError as overdue:
+            logger.warning("the draft of step %d stays: %s", self._step, overdue.message)
 
     def _carry_out(
         self,

@@ -143,9 +143,9 @@ class Host:
             if head.status == 200:
                 raise ValueError("it ignores byte ranges")
             connection.expect(206, head)
-            given = head.headers.get("content-range", "").partition("/")[0]
-            if given != wanted or head.length != stop - start:
-                raise ValueError(f"{wanted} were asked for, the answer has {given[:80]!r}")
+            listed = head.headers.get("content-range", "").partition("/")[0]
+            if listed != wanted or head.length != stop - start:
+                raise ValueError(f"{wanted} were asked for, the answer has {listed[:80]!r}")
             for view in views:
                 yield from connection.fill(view)
 

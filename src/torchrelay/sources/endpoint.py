@@ -98,7 +98,7 @@ class EndpointSource:
         self._listed: dict[int, Holders] = {}
         self._opened: list[RemoteStep] = []
         self.helpers: Iterable[Supplier] = ()  # other pullers that give parts of a step
-        self._asked_for_step = False  # a server may keep a step for this reader
+        self._requested_step = False  # a server may keep a step for this reader
 
     def host(self, url: str, like: Host | None = None) -> Host:
         """Another server, with the same access. A token that `like` gets encrypted is not sent to
@@ -158,7 +158,7 @@ class EndpointSource:
         seconds = time_share(deadline, alone=bool(query) or len(hosts) == 1)
         seconds = min(self.kind.seconds + wait, seconds)
         answers = ThreadPool(_AT_ONCE).each(
-            lambda host: self._asked(host, lambda: listed_steps(host, query, seconds)), hosts
+            lambda host: self._requested(host, lambda: listed_steps(host, query, seconds)), hosts
         )
         if all(answer is None for answer in answers):
             self._listed = {}
@@ -169,7 +169,7 @@ class EndpointSource:
             raise EndpointError("; ".join([*lacking, *self._faults()]))
         return list(self._listed)
 
-    def _asked(self, host: Host, get: Callable[[], Result]) -> Result | None:
+    def _requested(self, host: Host, get: Callable[[], Result]) -> Result | None:
         """A server's answer; None where it does not answer as one, and `failed` has the reason."""
         self._silent.discard(host.url)
         for again in (True, False):
@@ -219,10 +219,10 @@ class EndpointSource:
                 why = f"has other bytes of step {step}" if other else f"has no step {step}"
                 self.failed.setdefault(host.url, why)
         snapshot, found = holders[0][1].snapshot, None
-        self._asked_for_step = True
+        self._requested_step = True
         for host, _ in holders:
             seconds = time_share(deadline, alone=host is holders[-1][0])
-            found = self._asked(host, partial(record_of, host, step, snapshot, seconds))
+            found = self._requested(host, partial(record_of, host, step, snapshot, seconds))
             if found is not None:
                 break
         if found is None:
@@ -261,7 +261,7 @@ class EndpointSource:
         for host, _ in able if self.kind.whole and not all(volumes.values()) else ():
             left = time_share(deadline, alone=host is able[-1][0])
             get = partial(holders_of, host, snapshot, min(self.kind.seconds, left))
-            for name, urls in (self._asked(host, get) or {}).items():
+            for name, urls in (self._requested(host, get) or {}).items():
                 for url in urls[:MAX_HOLDERS]:
                     try:
                         add(name, url or host.url, self.host(url, host) if url else host)
@@ -306,7 +306,7 @@ class EndpointSource:
 
         def tell(host: Host) -> None:
             left = end - time.monotonic()
-            if left > 0 and self._asked_for_step:
+            if left > 0 and self._requested_step:
                 host.report_end(reason, mapped, seconds=left)
             if not keep or host not in self.hosts:
                 host.close()
@@ -346,9 +346,9 @@ class EndpointSource:
         supplied = self.supplied
         route = "mapped" if self.mapped else route
         # Memory that is mapped is not counted by URL.
-        given = supplied or loaded.report.sources
+        chosen = supplied or loaded.report.sources
         peers: dict[Peer, Outcome] = {
-            url: Outcome(route=route, bytes=nbytes) for url, nbytes in given.items()
+            url: Outcome(route=route, bytes=nbytes) for url, nbytes in chosen.items()
         }
         for url, why in self.faulty.items():
             peers[url] = Outcome("failed", why, bytes=supplied.get(url))

@@ -42,8 +42,8 @@ def below(record: Record, key: str) -> Record:
         moves.append(move)
     own = tuple([moves[record.ranks[one.rank]].difference(one) for one in record.differences])
     # Tensors keep their names.
-    given = tuple(enumerate(Names(record).all()))
-    return replace(record, outlines=tuple(outlines), differences=own, names=given)
+    listed = tuple(enumerate(Names(record).all()))
+    return replace(record, outlines=tuple(outlines), differences=own, names=listed)
 
 
 class _Move:

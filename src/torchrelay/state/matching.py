@@ -151,14 +151,14 @@ def refuse_differences(
             [f"{show(x.path)} ({x.offered} offered, {x.here} here)" for x in differing],
         ),
     )
-    said = [
+    text = [
         f"{what}: {', '.join(texts[:_SHOWN])}{' ...' if len(texts) > _SHOWN else ''}"
         for what, texts in sides
         if texts
     ]
-    if said:
+    if text:
         first = (*lacking, *more, *(x.path for x in differing))[0]
-        raise MismatchError(f"paths differ: {'; '.join(said)}", path=show(first))
+        raise MismatchError(f"paths differ: {'; '.join(text)}", path=show(first))
 
 
 def listed(paths: Iterable[Path]) -> list[str]:

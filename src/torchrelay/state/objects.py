@@ -156,11 +156,11 @@ def flatten_objects(state: object) -> tuple[Flat, Objects]:
 def _strip_parameter_names(flat: Flat, objects: Objects) -> None:
     """Optimizers name parameters of wrapped modules as the modules do without their wrappers."""
     names: dict[object, str] = {}
-    for held in objects.values():
-        if held.wrapped is not None:
-            names.update(parameter_names(held.object))
+    for kept in objects.values():
+        if kept.wrapped is not None:
+            names.update(parameter_names(kept.object))
     optimizers = [
-        path for path, held in objects.items() if isinstance(held.object, torch.optim.Optimizer)
+        path for path, kept in objects.items() if isinstance(kept.object, torch.optim.Optimizer)
     ]
     for path in optimizers if names else ():
         groups = subtree(flat.tree, (*path, "param_groups"))

@@ -177,9 +177,9 @@ class LeafPaths:
     def __init__(self, tree: m.Node) -> None:
         self._above: list[tuple[int, int]] = []  # of each container, what holds it and where
         self._nodes: list[m.Node] = []
-        self._homes: dict[int, tuple[int, int]] = {}
+        self._owners: dict[int, tuple[int, int]] = {}
         if isinstance(tree, int):
-            self._homes[tree] = (-1, 0)
+            self._owners[tree] = (-1, 0)
         else:
             self._enter(tree, -1, 0)
 
@@ -190,18 +190,18 @@ class LeafPaths:
         for place, child in enumerate(items_of(node)):
             if not isinstance(child, int):
                 self._enter(child, here, place)
-            elif child not in self._homes:
-                self._homes[child] = (here, place)
+            elif child not in self._owners:
+                self._owners[child] = (here, place)
 
     def __contains__(self, leaf: int) -> bool:
-        return leaf in self._homes
+        return leaf in self._owners
 
     def __iter__(self) -> Iterator[int]:
-        return iter(self._homes)
+        return iter(self._owners)
 
     def __getitem__(self, leaf: int) -> Path:
         found: list[object] = []
-        node, place = self._homes[leaf]
+        node, place = self._owners[leaf]
         while node >= 0:
             found.append(key_of(self._nodes[node], place))
             node, place = self._above[node]

@@ -33,8 +33,8 @@ __all__ = [
 def __getattr__(name: str) -> object:
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    home = "torchrelay.endpoint.encoding" if name == "Encoding" else f"{__name__}.mapping"
-    value: object = getattr(import_module(home), name)
+    module = "torchrelay.endpoint.encoding" if name == "Encoding" else f"{__name__}.mapping"
+    value: object = getattr(import_module(module), name)
     globals()[name] = value
     return value
 

@@ -109,8 +109,8 @@ def verify(
     for facts in [] if as_json else checked:
         what = f"step {facts['step']}" if "step" in facts else facts["source"]
         note = f", but {facts['note']}" if facts.get("note") else ""
-        said = in_words(facts)
-        print(plain(f"{what} is {said}" if said else f"{what} verifies{note}"))
+        words = in_words(facts)
+        print(plain(f"{what} is {words}" if words else f"{what} verifies{note}"))
     if any(map(in_words, checked)):
         raise typer.Exit(1)
 

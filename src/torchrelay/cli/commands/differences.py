@@ -35,13 +35,13 @@ def diff(
         from torchrelay.inspection.comparison import compare
 
         found = compare(*matched(include, one, other))
-        far = _distances(one, other, found) if values else []
+        distance = _distances(one, other, found) if values else []
         if as_json:
-            apart = {"distances": list(map(asdict, far))} if values else {}
-            print_json({**asdict(found), **apart})
+            differing = {"distances": list(map(asdict, distance))} if values else {}
+            print_json({**asdict(found), **differing})
         else:
-            _print(found, far, values)
-        if not found.equal or any(tensor.differing for tensor in far):
+            _print(found, distance, values)
+        if not found.equal or any(tensor.differing for tensor in distance):
             raise typer.Exit(DIFFERENT)
 
 
@@ -51,35 +51,35 @@ def _distances(one: OpenedState, other: OpenedState, found: Differences) -> list
 
     before = {tensor.name: tensor for tensor in one.contents.tensors}
     after = {tensor.name: tensor for tensor in other.contents.tensors}
-    apart = []
+    differing = []
     with progress_bar("comparing") as show:
         bar = Bar(show, sum(nbytes_of(before[name]) for name in found.same))
         for name in found.same:
-            apart.append(distance((one, before[name]), (other, after[name])))
+            differing.append(distance((one, before[name]), (other, after[name])))
             bar.add(nbytes_of(before[name]))
-    return apart
+    return differing
 
 
-def _print(found: Differences, far: list[Distance], values: bool) -> None:
+def _print(found: Differences, distance: list[Distance], values: bool) -> None:
     rows = [("-", path, "", "") for path in found.removed]
     rows += [("+", path, "", "") for path in found.added]
     rows += [("~", change.path, change.before, f"-> {change.after}") for change in found.changed]
-    apart = [tensor for tensor in far if tensor.differing]
+    differing = [tensor for tensor in distance if tensor.differing]
     rows += [
-        ("~", tensor.path, f"{tensor.differing} of {tensor.elements} elements", _far(tensor))
-        for tensor in apart
+        ("~", tensor.path, f"{tensor.differing} of {tensor.elements} elements", _distance(tensor))
+        for tensor in differing
     ]
     print_columns(rows)
-    said = f"{len(found.added)} added, {len(found.removed)} removed, {len(found.changed)} changed"
+    words = f"{len(found.added)} added, {len(found.removed)} removed, {len(found.changed)} changed"
     if values:
-        said += f"; values differ in {len(apart)} of {count(len(far), 'tensor')}"
+        words += f"; values differ in {len(differing)} of {count(len(distance), 'tensor')}"
     else:
         verb = "has" if len(found.same) == 1 else "have"
-        said += f"; {count(len(found.same), 'tensor')} {verb} the same shape and dtype"
-    print(said)
+        words += f"; {count(len(found.same), 'tensor')} {verb} the same shape and dtype"
+    print(words)
 
 
-def _far(tensor: Distance) -> str:
+def _distance(tensor: Distance) -> str:
     if tensor.largest is None:
         return "differ"
     relative = "" if tensor.relative is None else f", {tensor.relative:.3g} of the norm"

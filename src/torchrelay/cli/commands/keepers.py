@@ -7,7 +7,7 @@ from typing import Any
 
 import typer
 
-from torchrelay.cli.access import CERTFILE, KEYFILE, given
+from torchrelay.cli.access import CERTFILE, KEYFILE, chosen_access
 from torchrelay.cli.output import JSON, fail, plain, print_json, size
 from torchrelay.endpoint.address import Address
 from torchrelay.endpoint.publish.server_process import START_SECONDS
@@ -52,7 +52,9 @@ def keeper(
                 fail(f"no keeper of job {job} runs here")
             return
         if not status:
-            _run(names[0], lease, memory, address, given(certfile=certfile, keyfile=keyfile))
+            _run(
+                names[0], lease, memory, address, chosen_access(certfile=certfile, keyfile=keyfile)
+            )
     found = []
     for name in names:
         try:

@@ -98,8 +98,8 @@ def listed(there: Store, step: int) -> dict[str, Any]:
     from torchrelay.stores.opening import open_step
 
     try:
-        with closing(open_step(there, step)) as held:
-            record, holds = held.record, held.holds()
+        with closing(open_step(there, step)) as opened:
+            record, holds = opened.record, opened.holds()
     except (RelayError, OSError) as fault:
         return {"step": step, "verified": False, **wrong(fault)}
     return {

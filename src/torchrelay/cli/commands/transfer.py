@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 import torchrelay as tr
-from torchrelay.cli.access import CERTFILE, KEYFILE, endpoints, given
+from torchrelay.cli.access import CERTFILE, KEYFILE, chosen_access, endpoints
 from torchrelay.cli.commands.contents import INCLUDE
 from torchrelay.cli.commands.conversion import write_file
-from torchrelay.cli.output import JSON, end_when_told, plain, print_json, progress_bar, size
+from torchrelay.cli.output import JSON, end_with_status, plain, print_json, progress_bar, size
 from torchrelay.cli.sources import SECONDS, SOURCE, STEP, at_newest, is_url
 from torchrelay.errors import UsageError
 from torchrelay.inspection.file_kinds import kind_of
@@ -47,9 +47,9 @@ def serve(
     place = not is_url(source) and kind_of(source) == "torchrelay"
     if follow and (step is not None or not place):
         raise UsageError("--follow is for a place with steps, without --step")
-    end_when_told()
+    end_with_status()
     found, number = _loaded(source, step)
-    access = given(certfile=certfile, keyfile=keyfile)
+    access = chosen_access(certfile=certfile, keyfile=keyfile)
     with tr.serve(found, step=number, address=address, access=access, no_dist=True) as endpoint:
         del found
         print(f"serving step {number} of {source} at {endpoint.url}", flush=True)
@@ -83,7 +83,7 @@ def _loaded(source: str, step: int | None) -> tuple[Any, int]:
     from torchrelay.dropin.conversion import loaded
 
     if is_url(source):
-        pulled = tr.pull(source, step=step, access=given(), no_dist=True)
+        pulled = tr.pull(source, step=step, access=chosen_access(), no_dist=True)
         return pulled.state, pulled.step or 0
     with progress_bar("reading") as show:
         state, found = loaded(at_newest(source) if step is None else source, step, show)
@@ -127,19 +127,19 @@ def pull(
                 raise tr.errors.TransferTimeoutError(
                     f"{text}: give a longer --timeout", phase="wait"
                 )
-        held = there.open(step, deadline)
+        opened = there.open(step, deadline)
         if as_file:
-            state = StepSource(there.name, held)
-            if not held.files.trusted:
+            state = StepSource(there.name, opened)
+            if not opened.files.trusted:
                 with progress_bar("verifying") as show:
                     state.verify(show)
             nbytes = write_file(state, include, Path(out), quiet=as_json)
         else:
-            nbytes = held.record.volume_bytes
+            nbytes = opened.record.volume_bytes
             with progress_bar("pulling") as show:
-                copy_step(held, open_store(out), show)
+                copy_step(opened, open_store(out), show)
         reason = ""
-        held.close()
+        opened.close()
     except tr.errors.RelayError as fault:
         reason = fault.message
         raise
@@ -148,7 +148,7 @@ def pull(
     seconds = time.monotonic() - begun
     facts = {
         "out": out,
-        "step": held.record.step,
+        "step": opened.record.step,
         "bytes": nbytes,
         "seconds": seconds,
         "route": "mapped" if there.mapped else "http",
@@ -160,6 +160,6 @@ def pull(
         return
     rate = size(int(nbytes / seconds))
     how = ", from memory of this host" if there.mapped else ""
-    print(f"{out}: step {held.record.step}, {size(nbytes)} at {rate}/s{how}")
+    print(f"{out}: step {opened.record.step}, {size(nbytes)} at {rate}/s{how}")
     for url, why in there.faulty.items():
         print(plain(f"note: {url} was left out: {why}"))

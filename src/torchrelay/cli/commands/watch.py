@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import typer
 
-from torchrelay.cli.access import given
-from torchrelay.cli.output import end_when_told, fail, in_words, plain, size
+from torchrelay.cli.access import chosen_access
+from torchrelay.cli.output import end_with_status, fail, in_words, plain, size
 from torchrelay.errors import CheckpointError
 
 if TYPE_CHECKING:
@@ -42,7 +42,7 @@ def watch(
 
     watched = WatchedPlaces(where)
     if page:
-        end_when_told()
+        end_with_status()
         _serve_page(watched, address)
     begun = time.monotonic()
 
@@ -62,7 +62,7 @@ def _serve_page(watched: WatchedPlaces, address: str) -> NoReturn:
     from torchrelay.endpoint.address import Address
     from torchrelay.endpoint.page.site import PageSite
 
-    there, token = Address.parse(address), given().secret()
+    there, token = Address.parse(address), chosen_access().secret()
     there.check(token)
     try:
         site = PageSite(watched, watched.status, there, token)
@@ -116,8 +116,8 @@ def _line(event: dict[str, Any]) -> str:
     if kind == "gone":
         return f"{what} is gone"
     if kind == "step":
-        if said := in_words(event):
-            return f"{what} is {said}"
+        if message := in_words(event):
+            return f"{what} is {message}"
         ranks = event.get("ranks", event.get("world", 1))
         return f"{what}, {size(event['bytes'])} of {ranks} rank{'s' if ranks > 1 else ''}"
     if kind == "reading":

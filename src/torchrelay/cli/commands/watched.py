@@ -110,12 +110,12 @@ class WatchedPlaces:
             answer = host.get("/status.json", seconds=ASK_SECONDS, limit=STATUS_BYTES)
             if answer.status != 200:
                 raise EndpointError(f"{host.url} answered {answer.status}: {answer.text}")
-            told = _status.decode(answer.body)
+            shown = _status.decode(answer.body)
         except (OSError, msgspec.MsgspecError) as fault:
             raise EndpointError(f"{host.url} does not answer as an endpoint: {fault}") from fault
         finally:
             host.close()
-        facts: dict[str, Any] = msgspec.to_builtins(told)
+        facts: dict[str, Any] = msgspec.to_builtins(shown)
         return facts
 
     def _listed(self, there: Store, step: int) -> dict[str, Any]:

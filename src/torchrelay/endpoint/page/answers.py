@@ -88,8 +88,8 @@ def settle(found: dict[str, Any], one: StateReader, other: StateReader) -> None:
             left -= nbytes_of(before[name])
         if certain or left < 0:
             rows.append([name, share, certain])
-        elif apart := distance((one, before[name]), (other, after[name])).differing:
-            rows.append([name, apart / prod(before[name].shape), True])
+        elif separate := distance((one, before[name]), (other, after[name])).differing:
+            rows.append([name, separate / prod(before[name].shape), True])
         else:
             found["same"] += 1
     found["touched"] = rows

@@ -59,7 +59,7 @@ MAX_PATTERNS, MAX_PATTERN = 16, 200
 PARTS, PARTS_BODY = "/parts", 4 << 20  # a request for parts has many runs
 POSTED = ("/seeds", "/readers/", PARTS)
 
-Said = TypeVar("Said", bound=msgspec.Struct)
+Posted = TypeVar("Posted", bound=msgspec.Struct)
 Pieces = Iterator[bytes | memoryview | Span]
 
 
@@ -111,7 +111,7 @@ class StepServer:
             "/volumes/": self._volume,
             "/model.safetensors": self._file,
             PARTS: self._parts,
-            **dict.fromkeys((PAGE, *PATHS), lambda asked, _: self._page_answers.answer(asked)),
+            **dict.fromkeys((PAGE, *PATHS), lambda url, _: self._page_answers.answer(url)),
         }
         self._acceptor = Acceptor(listener, http.serve)
 
@@ -167,7 +167,7 @@ class StepServer:
             service.lock.wait_for(lambda: not service.pending, STEP_SECONDS)
         return Response.json({"steps": [snapshot.facts() for snapshot in snapshots.listed]})
 
-    def _asked_for(self, request: Request) -> ServedSnapshot:
+    def _requested(self, request: Request) -> ServedSnapshot:
         """The step that a request names, or the newest."""
         step, service, snapshots = request.number("step"), self.service, self.service.snapshots
         with service.lock:
@@ -190,7 +190,7 @@ class StepServer:
         return found
 
     def _record(self, request: Request, connection: HttpConnection) -> Response:
-        snapshot = self._asked_for(request)
+        snapshot = self._requested(request)
         if "torchrelay-reader" in request.headers:  # it comes back for the volumes: keep them
             self._enter(request, connection, snapshot)
         headers = {"ETag": f'"{snapshot.etag}"', "Torchrelay-Snapshot": snapshot.id}
@@ -276,7 +276,7 @@ class StepServer:
         # Imported for this alone: what reads a record takes as much memory as the server itself.
         from torchrelay.endpoint.server.whole_file import whole_file
 
-        snapshot = self._asked_for(request)
+        snapshot = self._requested(request)
         if not snapshot.whole.tensors:
             raise Refusal(404, "a seed has the volumes of a step: ask the endpoint for its file")
         file = whole_file(snapshot.record, tuple(patterns), snapshot.id)
@@ -374,7 +374,7 @@ class StepServer:
         return PageAnswers(ServedWatch(self.service))
 
 
-def _body(request: Request, decoder: msgspec.json.Decoder[Said], form: str) -> Said:
+def _body(request: Request, decoder: msgspec.json.Decoder[Posted], form: str) -> Posted:
     """The body of a request; `Refusal` where it is something else."""
     try:
         if not request.headers.get("content-type", "").startswith("application/json"):

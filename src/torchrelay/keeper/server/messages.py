@@ -73,7 +73,7 @@ class AskReport(msgspec.Struct, tag="report"):
     """Answered with `KeeperReport`."""
 
 
-class HeldStep(msgspec.Struct, array_like=True, frozen=True):
+class RetainedStep(msgspec.Struct, array_like=True, frozen=True):
     """A step that a keeper has something of.
 
     `volumes`: how many the step has, 0 where its record is not here. `here`: a bit for each that
@@ -91,7 +91,7 @@ class KeeperReport(msgspec.Struct, tag="reported"):
     """The steps of a keeper, oldest first, and the one that it is copying. `failed`: how many
     copies in a row went wrong. `full`: why it has no memory for another step while it copies."""
 
-    steps: list[HeldStep]
+    steps: list[RetainedStep]
     copying: str
     failed: int
     full: str
@@ -110,7 +110,7 @@ class HoldSlot(msgspec.Struct, tag="hold"):
     """A slot of the worker is read, and must not be written to; or (`held` is false) no longer."""
 
     slot: int
-    held: bool
+    retained: bool
 
 
 class End(msgspec.Struct, tag="end"):

@@ -133,7 +133,7 @@ class KeeperProgram:
             if request.attached:
                 kept.retention.attached(request.slot, request.nbytes)
         elif isinstance(request, k.HoldSlot):
-            kept.retention.hold(worker.number, request.slot, request.held)
+            kept.retention.hold(worker.number, request.slot, request.retained)
         elif isinstance(request, k.Members):
             self._meet(kept, request)
         elif isinstance(request, m.Show):

@@ -21,7 +21,7 @@ from torchrelay.endpoint.server.snapshots import ServedSnapshot, Slot
 from torchrelay.endpoint.server.step_reader import RankReader
 from torchrelay.errors import RelayError, ResourceError
 from torchrelay.keeper.choice import KeeperRing
-from torchrelay.keeper.server.messages import HeldStep, KeeperReport
+from torchrelay.keeper.server.messages import KeeperReport, RetainedStep
 from torchrelay.keeper.server.retention import OWN, Retention
 from torchrelay.memory import threads
 from torchrelay.memory.digest import digest
@@ -78,17 +78,17 @@ class Replication:
     def report(self) -> KeeperReport:
         busy = self._copying is not None and self._copying.ring == self._ring
         copying = self._copying.wanted.step.id if self._copying is not None and busy else ""
-        held = [self._held(one) for one in self._service.snapshots.shown]
-        return KeeperReport(held, copying, self._failed, self._retention.full())
+        retained = [self._retained(one) for one in self._service.snapshots.shown]
+        return KeeperReport(retained, copying, self._failed, self._retention.full())
 
-    def _held(self, step: ServedSnapshot) -> HeldStep:
+    def _retained(self, step: ServedSnapshot) -> RetainedStep:
         there = set(step.here)
         order = step.whole.volumes if step.record else []
         bits = sum(1 << at for at, volume in enumerate(order) if volume.name in there)
         wanted = WantedCopy.of(step, self._sources()) if step.record else None
         copied = wanted is not None and all(one.name in there for one in wanted.volumes)
         here = bits.to_bytes(-(-len(order) // 8), "little")
-        return HeldStep(step.step, step.id, len(order), here, copied)
+        return RetainedStep(step.step, step.id, len(order), here, copied)
 
     def copy(self, step: ServedSnapshot | None) -> None:
         """All ranks have staged a step, or another was skipped and it is the newest: copy it, if
@@ -122,7 +122,7 @@ class Replication:
             self._failed += 1
             keeper.copying = set()
             return
-        keeper.filled = room.slot
+        keeper.copied_slot = room.slot
         slot, access, rate = snapshots.slots[room.slot], self._service.access, keeper.settings.rate
         copying = CopyThread(
             wanted, room.slot, slot, older, self._ring, access, rate, done=self._finished
@@ -145,11 +145,11 @@ class Replication:
             step, snapshots = copy.wanted.step, self._service.snapshots
             if not copy.why and step in snapshots.shown:
                 snapshots.show(Show(copy.number, step.step, step.id, copy.wanted.volumes))
-            self._retention.copying, self._retention.filled = set(), None
+            self._retention.copying, self._retention.copied_slot = set(), None
 
     def facts(self) -> dict[str, object]:
         """For those who watch."""
-        copied = [one for one in self._service.snapshots.shown if self._held(one).copied]
+        copied = [one for one in self._service.snapshots.shown if self._retained(one).copied]
         return {
             "from": self._sources(),
             "step": copied[-1].step if copied else None,

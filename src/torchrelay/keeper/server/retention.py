@@ -30,7 +30,7 @@ class WorkerSlot:
 
     worker: int
     nbytes: int = 0
-    held: bool = False
+    retained: bool = False
 
 
 class Retention:
@@ -43,7 +43,7 @@ class Retention:
         self.reserved = 0  # bytes that copies take, or will
         self.most = 0  # bytes that there ever were
         self.copying: set[str] = set()  # steps that a copy is made of, or from
-        self.filled: int | None = None  # the slot that a copy is being written to
+        self.copied_slot: int | None = None  # the slot that a copy is being written to
         self.decided = KeeperDecision([], False, [])
         self._slots: dict[int, WorkerSlot] = {}  # by number
         self._holders: set[int] = set()  # workers that ever held one
@@ -62,7 +62,7 @@ class Retention:
         self.workers.discard(worker)
         self._holders.discard(worker)
         for slot in self._of(worker):
-            self._slots[slot].held = False
+            self._slots[slot].retained = False
             if self._snapshots.in_slot(slot) is None:
                 self._free(slot)
         self.tidy()
@@ -73,11 +73,11 @@ class Retention:
     def has(self, worker: int, slot: int) -> bool:
         return slot in self._slots and self._slots[slot].worker == worker
 
-    def hold(self, worker: int, slot: int, held: bool) -> None:
+    def hold(self, worker: int, slot: int, retained: bool) -> None:
         """A worker reads from a slot of its own, or does so no longer."""
         if self.has(worker, slot):
-            self._slots[slot].held = held
-            if held:
+            self._slots[slot].retained = retained
+            if retained:
                 self._holders.add(worker)
 
     # Memory for steps.
@@ -149,7 +149,7 @@ class Retention:
     def _is_idle(self, slot: int) -> bool:
         """Whether nothing in a slot is needed, and no one reads it."""
         mapped = slot in self._snapshots.slots and self._snapshots.slots[slot].mapped
-        if mapped or slot == self.filled or self._slots[slot].held:
+        if mapped or slot == self.copied_slot or self._slots[slot].retained:
             return False
         step = self._snapshots.in_slot(slot)
         if step is None:

@@ -23,7 +23,7 @@ class DeviceChunks:
         self._device: dict[int, int] = {}
         for device, runs in self._memory.items():
             there = chunks.shares_of(runs.starts, runs.stops - runs.starts)
-            whole = np.flatnonzero((there == chunks.held) & (there > 0)).tolist()
+            whole = np.flatnonzero((there == chunks.inside) & (there > 0)).tolist()
             self._device |= dict.fromkeys(whole, device)
 
     def __contains__(self, chunk: int) -> bool:

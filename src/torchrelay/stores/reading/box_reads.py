@@ -128,7 +128,7 @@ def _waves_of(direct: DirectReads) -> list[Wave]:
         rows = np.flatnonzero(direct.files == file)
         rows = rows[np.argsort(direct.starts[rows], kind="stable")]
         starts, nbytes = direct.starts[rows], direct.nbytes[rows]
-        numbers = _apart(starts, starts + nbytes)
+        numbers = _separate(starts, starts + nbytes)
         for number in range(int(numbers.max()) + 1):
             if number == len(planned):
                 planned.append(Wave())
@@ -139,7 +139,7 @@ def _waves_of(direct: DirectReads) -> list[Wave]:
     return planned
 
 
-def _apart(starts: Numbers, ends: Numbers) -> Numbers:
+def _separate(starts: Numbers, ends: Numbers) -> Numbers:
     """Numbers for stretches in the order of their starts: those of one number do not overlap, and
     the numbers are as few as can be."""
     found: Numbers = np.zeros(len(starts), np.int64)

@@ -36,11 +36,11 @@ class DeviceCopies:
         self._names = [file.name for file in record.volumes]
         self._bases = [step.device_memory(name) for name in self._names]
         self._runs: dict[int, list[tuple[int, int, int]]] = {}  # by device
-        self._odd: list[BoxRead] = []
+        self._others: list[BoxRead] = []
         self._nbytes = 0
         self.begun = False
         copied = [run for read in boxes if (run := self._added(read)) is not None]
-        step.note_copies(copied, bool(self._odd))
+        step.note_copies(copied, bool(self._others))
 
     def _added(self, read: BoxRead) -> DeviceRun | None:
         """The run that a box is, if it is one."""
@@ -54,7 +54,7 @@ class DeviceCopies:
             start, address, nbytes = read.first_byte, to.data_ptr(), to.nbytes
             self._runs.setdefault(device, []).append((base + start, address, nbytes))
             return DeviceRun(self._names[read.shard.file], start, address, nbytes)
-        self._odd.append(read)
+        self._others.append(read)
         return None
 
     def check(self) -> None:
@@ -64,7 +64,7 @@ class DeviceCopies:
         """Fill the places, if the memory is still lent."""
         self._step.check_lent()
         self.begun = True
-        devices = {read.destination.get_device() for read in self._odd} | set(self._runs)
+        devices = {read.destination.get_device() for read in self._others} | set(self._runs)
         for device in devices:
             torch.cuda.synchronize(device)  # other streams may use what is overwritten
         for device in devices:
@@ -74,7 +74,7 @@ class DeviceCopies:
                         np.arange(len(rows), dtype=np.uint64), *np.array(rows, np.uint64).T
                     )
                     kernels.copy(moves, device)
-                for read in self._odd:
+                for read in self._others:
                     if read.destination.get_device() == device:
                         self._copy(read)
         self._progress(self._nbytes)

@@ -228,11 +228,11 @@ class DeviceFetch:
         with torch.cuda.device(self._device), on_side_stream():
             found: list[Moves] = []
             for group in groups:
-                runs, odd = self._places[group.file]
+                runs, others = self._places[group.file]
                 positions, addresses, nbytes = runs.between(group.start, group.stop)
                 sources = positions - np.uint64(group.start) + np.uint64(base + group.at)
                 found.append(Moves(positions, sources, addresses, nbytes))
-                for at, region in odd:
+                for at, region in others:
                     low, high = max(at, group.start), min(at + region.nbytes, group.stop)
                     if low < high:
                         skip = group.at + low - group.start
@@ -259,11 +259,11 @@ def _rounds(groups: list[_Group], nbytes: int) -> Iterator[list[_Group]]:
 
 def _places(placed: list[Placed]) -> tuple[Runs, list[Placed]]:
     """Where the bytes of one file go: memory by address, and regions that take more."""
-    rows, odd = [], []
+    rows, others = [], []
     for at, region in placed:
         run = region.run(0, region.nbytes)
         if run is None:
-            odd.append((at, region))
+            others.append((at, region))
         else:
             rows.append((at, run.data_ptr(), run.nbytes))
-    return Runs.of(rows), odd
+    return Runs.of(rows), others

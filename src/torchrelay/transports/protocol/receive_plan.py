@@ -172,11 +172,11 @@ class ReceivePlan:
         those that have it, but for what others give already."""
         ranks = union.joined.ranks
         lost = [ranks.index(rank) for rank in self._lost]
-        known = {one for each in self._all if each.reads for one in each.reads.filled()}
+        known = {one for each in self._all if each.reads for one in each.reads.read()}
         found = {}
         for place, reads in GatherReads(union, self.landing.share, only, lost).by_rank.items():
             if known:
-                rows = [n for n, one in enumerate(reads.filled()) if one not in known]
+                rows = [n for n, one in enumerate(reads.read()) if one not in known]
                 reads = reads.some(np.array(rows, np.int64))
             if len(reads.images):
                 found[ranks[place]] = self._reads_of(ranks[place], reads)

@@ -97,7 +97,8 @@ class RouteService:
 
     def begin(self, outgoing: Outgoing, accept: Accept, link: Link) -> bytes:
         """Serve these bytes from now on; returns what the receiver's end needs. `RouteFault` if
-        that cannot be done."""
+        that cannot be done, also where `offer` has said `Unavailable`: a hostile receiver may ask
+        all the same."""
         raise NotImplementedError
 
     def need(self, chunks: Sequence[int], *, restart: bool) -> None:

@@ -84,7 +84,7 @@ class ParameterRule:
     def sources(self, parameter: str) -> tuple[str, ...] | None:
         """The publisher's name of each part of a parameter; None if the rule is not about it."""
         texts = matched(self.parameter, parameter)
-        return None if texts is None else tuple([filled(part.name, texts) for part in self.parts])
+        return None if texts is None else tuple([complete(part.name, texts) for part in self.parts])
 
 
 @dataclass(frozen=True)
@@ -158,7 +158,7 @@ def matched(pattern: str, name: str) -> tuple[str, ...] | None:
     return None if found is None else found.groups()
 
 
-def filled(pattern: str, texts: tuple[str, ...]) -> str:
+def complete(pattern: str, texts: tuple[str, ...]) -> str:
     """The name that a pattern is with these texts: its first wildcard is the first of them and so
     on, and `{2}` is the second."""
     wildcards = iter(texts)
