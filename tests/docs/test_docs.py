@@ -306,7 +306,7 @@ PUBLIC = {
     "PGTransport.recv_checkpoint": dropin.PGTransport.recv_checkpoint,
     "Checkpointer": tr.Checkpointer,
     **{f"Checkpointer.{name}": method for name, method in methods_of(tr.Checkpointer)},
-    **{f"Pending.{name}": getattr(tr.Pending, name) for name in ("result", "exception", "done")},
+    **{f"Pending.{name}": getattr(tr.Pending, name) for name in ("result", "exception")},
     "serve": tr.serve,
     **{f"Endpoint.{name}": method for name, method in methods_of(Endpoint)},
     "pull": tr.pull,

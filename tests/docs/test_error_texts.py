@@ -196,7 +196,7 @@ BAD_CALLS: dict[str, tuple[Any, str]] = {
         lambda held: tr.recover(
             sources=[held.url], options=tr.options.RecoverOptions(max_age_seconds=-1)
         ),
-        "max_age is a positive",
+        "max_age_seconds is a positive",
     ),
     "no URL": (lambda held: tr.pull(5), "a source is a URL"),  # type: ignore[arg-type]
     "token": (lambda held: tr.Access(token=5), "token= must be a string"),  # type: ignore[arg-type]
