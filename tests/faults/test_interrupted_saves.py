@@ -31,8 +31,10 @@ def other(seed: int) -> dict[str, Any]:
 class Job:
     """Saves of a checkpointer, each under the next step."""
 
-    def __init__(self, root: str, kind: str, group: Any = False) -> None:
-        self.checkpointer = tr.Checkpointer(root, group=group, timeout=30, keep=tr.KeepLast(2))
+    def __init__(self, root: str, kind: str, group: Any = None) -> None:
+        self.checkpointer = tr.Checkpointer(
+            root, group=group, no_dist=group is None, timeout=30, keep=tr.KeepLast(2)
+        )
         self._kind = kind
         self._steps = count(1)
 

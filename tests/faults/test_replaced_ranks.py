@@ -82,11 +82,11 @@ gpu_ways = pytest.mark.parametrize("way", ["cuda_ipc", "memory", "ring", "tcp"])
 def test_a_replica_on_a_gpu_that_was_replaced(way: str) -> None:
     with (group := Members(2)) as (first, last):
         for member in (first, last):
-            member.call(join_transport, way, None, "cuda")
+            member.call(join_transport, way, True, "cuda")
         assert recover(first, last, 1, 1.0) == {1.0}
         first.kill()
         second = group.another()
-        second.call(join_transport, way, None, "cuda")
+        second.call(join_transport, way, True, "cuda")
         assert recover(second, last, 2, 2.0) == {2.0}
         assert recover(second, last, 3, 3.0) == {3.0}
 
@@ -96,7 +96,7 @@ def test_a_replica_on_a_gpu_that_was_replaced(way: str) -> None:
 def test_replicas_on_a_gpu_that_were_renumbered(way: str) -> None:
     with Members(3) as (first, second, last):
         for member in (first, second, last):
-            member.call(join_transport, way, None, "cuda")
+            member.call(join_transport, way, True, "cuda")
         for step, sender in enumerate((first, second, first, second), 1):
             assert recover(sender, last, step, float(step)) == {float(step)}
 
@@ -105,7 +105,7 @@ def test_replicas_on_a_gpu_that_were_renumbered(way: str) -> None:
 def test_gpu_memory_of_a_replica_that_has_ended_is_closed() -> None:
     with Members(2) as (first, last):
         for member in (first, last):
-            member.call(join_transport, "cuda_ipc", None, "cuda")
+            member.call(join_transport, "cuda_ipc", True, "cuda")
         assert recover(first, last, 1, 1.0) == {1.0}
         assert last.call(openings_here) > 0
         first.kill()
@@ -194,7 +194,7 @@ def sends_in_vain(here: Any) -> bool:
 def test_memory_of_another_process_does_not_have_the_senders_digests(way: str) -> None:
     with Members(2) as (sender, receiver):
         for member in (sender, receiver):
-            member.call(join_transport, way, True)
+            member.call(join_transport, way, "all")
         metadata = sender.call(sit, 0, 2)
         receiver.call(sit, 1, 2)
         sender.begin(sends_in_vain)

@@ -53,7 +53,7 @@ class Seat:
 # In the members
 
 
-def join_transport(here: Any, way: str, verify: bool | None = None, device: str = "cpu") -> None:
+def join_transport(here: Any, way: str, verify: Any = True, device: str = "cpu") -> None:
     """Make a `RelayTransport` that takes this way alone, for states on this device."""
     find_interface()
     from torchrelay.integrations.torchft import RelayTransport

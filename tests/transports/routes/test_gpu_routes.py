@@ -43,7 +43,8 @@ def test_a_case_that_fails_is_told_and_hides_no_other(tmp_path: Path) -> None:
     script = tmp_path / "two_cases.py"
     script.write_text(
         "import sys; from benchmarks.gpu import routes, scenes\n"
-        "bad = routes.Case('bad', 'cuda_ipc', routes.together(scenes.verified, 'cuda_ipc', 0, 0))\n"
+        "run = routes.together(scenes.verified, 'cuda_ipc', True, False)\n"
+        "bad = routes.Case('bad', 'cuda_ipc', run)\n"
         "good = list(routes._checks(['tcp']))[0]\n"
         "routes.every_case = lambda device, tiny: [bad, good]\n"
         "if __name__ == '__main__':\n    sys.exit(routes.main())"
