@@ -180,6 +180,8 @@ def test_new_tensors_and_host_tensors(trainer: Trainer) -> None:
 
 
 def test_memory_does_not_grow(trainer: Trainer) -> None:
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        pytest.skip("looks at the free memory of the GPU, which other workers use: run it alone")
     into = _state(98)
     left = []
     for step in range(20, 50):

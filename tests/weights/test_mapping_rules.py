@@ -14,7 +14,7 @@ from torchrelay.weights.mapping.rules import (
     ParameterRule,
     SourcePart,
     WeightMapping,
-    filled,
+    complete,
     matched,
 )
 from torchrelay.weights.mapping.vllm import llama_to_vllm
@@ -40,8 +40,8 @@ def test_a_pattern_gives_the_texts_of_its_wildcards(
 
 
 def test_wildcards_are_filled_in_order_or_by_number() -> None:
-    assert filled("h.*.mlp.*", ("3", "bias")) == "h.3.mlp.bias"
-    assert filled("{2}.of.{1}.{2}", ("3", "bias")) == "bias.of.3.bias"
+    assert complete("h.*.mlp.*", ("3", "bias")) == "h.3.mlp.bias"
+    assert complete("{2}.of.{1}.{2}", ("3", "bias")) == "bias.of.3.bias"
 
 
 def test_the_first_rule_that_matches_counts() -> None:
