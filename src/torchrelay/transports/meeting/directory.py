@@ -146,8 +146,12 @@ class StoreDirectory(Directory):
 
         Of 8 ranks 5 have, 2 of them on this host: there are at most 2 + 3 here.
         """
+        # Each counts on its host first, and looks there last: whoever is known of is counted there.
+        key = f"published on {machine()}"
+        if more:
+            self._store.add(key, more)
         everywhere = self._store.add("published", more)
-        here = self._store.add(f"published on {machine()}", more)
+        here = self._store.add(key, 0)
         unknown = max(0, self._size - everywhere)
         # torchrun says how many it has started here; some may have published nothing yet.
         self.processes_here = max(here, min(here + unknown, processes_by_hint() or self._size))
