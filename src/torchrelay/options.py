@@ -49,7 +49,7 @@ class CheckpointerOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class PullOptions:
-    """Options of `pull`. Those that `load` has, too, mean the same there.
+    """Options of `pull`. The options that `load` has, too, mean the same there.
 
     - `strict`: refuse a state that has missing or unexpected paths.
     - `verify`: see `torchrelay.options`.
@@ -143,7 +143,7 @@ class KeeperOptions:
 def _check_numbers(
     record: object, kind: type | tuple[type, ...], *names: str, optional: bool = False
 ) -> None:
-    """`UsageError` for a field that is no number. Its range is checked by the call."""
+    """`UsageError` for a field that is not a number. Its range is checked by the call."""
     for name in names:
         value = getattr(record, name)
         if optional and value is None:

@@ -80,7 +80,7 @@ class Plan(NamedTuple):
     patience: float = 60.0  # seconds that a worker waits for another, or a call may take
     pace: float = 0.0  # seconds that a step takes at least
     sites: dict[str, Site] | None = None  # by host, where that is not this one
-    device: str = "cpu"  # that workers train on; "cuda": they share the GPUs that there are
+    device: str = "cpu"  # that workers train on; "cuda": they share the available GPUs
 
     def site(self, host: str) -> Site:
         return (self.sites or {}).get(host, Site())
@@ -134,7 +134,8 @@ class KeptSteps:
         step, state = job.position, job.live_state()
         due = step % self._plan.settings.save_every == 0
         if due and not self._checkpointer.save_async(step, state, on_busy="skip").skipped:
-            return KeptByWorker()  # the save stages it in memory too, without a handle to wait for
+            # There is no handle to wait for. A save staged on the host is in the keeper, too.
+            return KeptByWorker()
         try:
             staged = self._checkpointer.stage(step, state)
             pid = self.keeper.pid

@@ -148,7 +148,7 @@ class Loader:
             tuple([Attempt(name, number, why) for number, why in search.skipped.items()]),
             tuple(landed.extra),
             tuple(landed.missing),
-            request.verify,
+            request.verify and load.compared,
             load.instead,
         )
         return Loaded(landed.state, attempt.step, report)

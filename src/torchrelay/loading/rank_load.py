@@ -157,6 +157,11 @@ class RankLoad:
         return self._staged or self._step.mapped
 
     @property
+    def compared(self) -> bool:
+        """Whether what is read of the step is compared with digests, if that is asked for."""
+        return self._step.compared
+
+    @property
     def touched(self) -> bool:
         """Whether any tensor of the caller has been written to."""
         return self._landing.touched

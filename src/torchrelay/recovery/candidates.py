@@ -37,7 +37,7 @@ class Candidates:
         self._reasons: list[list[str]] = [[] for _ in sources]
         self._stale = [0] * len(sources)  # steps of each that are too old
         # Whether every source could be asked, and has no step. A caller that names a lowest step
-        # says that there is one.
+        # knows of one.
         self.empty = min_step is None
         self._opened: MendedStep | None = None  # the step that was opened last
 

@@ -73,6 +73,7 @@ class MendedStep(StepFiles):
         self.url = first.files.url
         self.costly_reads = first.files.costly_reads
         self.trusted = first.files.trusted
+        self.compared = first.files.compared
         self.mapped = first.files.mapped
         self.fetches_ahead = first.files.fetches_ahead
         self.lends = first.files.lends

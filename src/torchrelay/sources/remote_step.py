@@ -230,6 +230,7 @@ class RemoteStep(StepFiles):
         self.mapped = suppliers.all_mapped
         self.costly_reads = not self.mapped
         self.trusted = not (self.mapped and verify)
+        self.compared = verify or not self.mapped
         self._data = data
         self._files = {file.name: file for file in record.volumes}
 

@@ -73,7 +73,8 @@ class StepFiles(Protocol):
 
     url: str
     costly_reads: bool  # whether reading a file twice takes about twice as long as once
-    trusted: bool  # whether its readers have compared the digests already
+    trusted: bool  # whether those who read it need not compare digests
+    compared: bool = True  # whether digests are compared at all: by its readers, or by their caller
     mapped: bool = False  # whether its files are mapped memory of this host: reads do not hang
     fetches_ahead: bool = False  # whether it has no bytes before `prepare`
     lends: bool = False  # whether `lend` gives out its memory
