@@ -25,11 +25,15 @@ from torchrelay.sources.remote_step import LAST_TRIES, Supplier, Suppliers
 
 @contextmanager
 def none_left(spare: int = 0) -> Iterator[None]:
-    """Within: this process may open `spare` more files."""
+    """Within: this process may open `spare` more files.
+
+    The limit leaves more room than other threads of this process may use in between, so that
+    there are files of ours to close again.
+    """
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
     highest = max(int(one.name) for one in Path("/proc/self/fd").iterdir())
     held: list[int] = []
-    resource.setrlimit(resource.RLIMIT_NOFILE, (highest + 8, limits[1]))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (highest + 64, limits[1]))
     try:
         while True:
             try:
