@@ -44,7 +44,7 @@ LAYERS: list[set[str]] = [
     {"transports", "stores"},
     {"parts", "shares"},
     {"sources"},
-    {"loading"},
+    {"loading", "mirror"},
     {"inspection"},
     {"endpoint"},
     {"relay"},

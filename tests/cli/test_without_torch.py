@@ -49,6 +49,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (["diff", "{}/step-1", "{}/step-2"], 1, "1 changed"),
         (["diff", "{}/step-1", "{}/step-2", "--values"], 1, "values differ in 1 of 2"),
         (["diff", "{}/step-1", "{}/step-1"], 0, "0 changed"),
+        (["copy", "{}", "{}/copies"], 0, "copies/step-2: "),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else None,
 )

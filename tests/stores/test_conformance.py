@@ -14,6 +14,7 @@ from typing import NamedTuple
 import pytest
 
 from torchrelay.stores.draft import Sink
+from torchrelay.stores.step_files import DataReader
 from torchrelay.stores.store import Store
 
 
@@ -354,3 +355,44 @@ def test_clean_removes_what_a_dead_writer_left(place: Place) -> None:
     assert place.store.clean() == []
     assert place.store.steps() == [1]
     assert contents(place.store, 1) == {"a.safetensors": b"1"}
+
+
+def nothing_differs(reader: DataReader) -> bool:
+    return True
+
+
+def test_a_draft_that_was_left_is_continued(place: Place) -> None:
+    """`left` is another process's, as on the next start of a job."""
+    store = place.store
+    left = store.draft(5, "copy-0-abc")
+    left.begin()
+    write(left.open("a.safetensors", 3), b"abc")
+    left.leave()
+    other = place.store if place.kind == "memory" else open_store(place.kind, place.where)
+    draft = other.draft(5, "copy-0-abc")
+    draft.begin()
+    assert not draft.has("b.safetensors", 2, nothing_differs)
+    assert not draft.has("a.safetensors", 4, nothing_differs)
+    if place.kind == "local":  # what has another size is gone
+        write(draft.open("a.safetensors", 3), b"abc")
+    assert place.kind == "local" or draft.has("a.safetensors", 3, nothing_differs)
+    write(draft.open("b.safetensors", 2), b"xy")
+    assert draft.sizes() == {"a.safetensors": 3, "b.safetensors": 2}
+    draft.commit(manifest("copy-0-abc"))
+    assert contents(store, 5) == {"a.safetensors": b"abc", "b.safetensors": b"xy"}
+
+
+def test_a_draft_that_was_left_stays_for_a_day(place: Place) -> None:
+    if place.kind == "memory":
+        pytest.skip("a store in memory is the only one that has it")
+    store = open_store(place.kind, place.where, grace=86400)
+    left = store.draft(5, "copy-0-abc")
+    left.begin()
+    write(left.open("a.safetensors", 3), b"abc")
+    left.leave()
+    assert store.clean() == [] and store.steps() == []
+    if place.kind == "local":
+        (path,) = Path(place.where).iterdir()
+        os.utime(path, (0, 0))
+    assert len(open_store(place.kind, place.where, grace=0).clean()) == 1
+    assert store.draft(5, "copy-0-abc").sizes() == {} if place.kind == "s3" else True

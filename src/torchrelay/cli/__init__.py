@@ -27,6 +27,7 @@ def main() -> None:
     from torchrelay.cli.commands import (
         contents,
         conversion,
+        copying,
         differences,
         keepers,
         steps,
@@ -85,7 +86,7 @@ def main() -> None:
         *(steps.ls, steps.rollback, steps.rm),
         *(contents.inspect, contents.verify, differences.diff),
         *(transfer.serve, transfer.pull, keepers.keeper, watch.watch),
-        *(conversion.convert, conversion.export_hf),
+        *(copying.copy, conversion.convert, conversion.export_hf),
     ):
         # diff(1) has 2 for trouble, and 1 for differences.
         trouble = 2 if act is differences.diff else 1

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import errno
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Protocol
 
 from torchrelay.stores.listing import Listing
+from torchrelay.stores.step_files import DataReader
 
 Buffer = bytes | bytearray | memoryview
 
@@ -38,7 +39,7 @@ class DataFiles(Protocol):
 class Draft(DataFiles, Protocol):
     """A step being written. One process calls `begin` and then `commit` or `discard`; every process
     that writes a file of the step has a draft with the same step and token. No token is used for
-    two drafts."""
+    two drafts, but for one that continues what another was left with (`leave`)."""
 
     place: str  # the path or URL under which its files are written
     id: str  # after `begin`: what `Store.draft_id` returns for the step that it becomes
@@ -49,6 +50,11 @@ class Draft(DataFiles, Protocol):
 
     def check_visible(self) -> None:
         """`FileNotFoundError` unless this process sees a draft that another one began."""
+
+    def has(self, name: str, nbytes: int, check: Callable[[DataReader], bool]) -> bool:
+        """Whether a draft with the same token was left with this data file: it is whole and durable
+        then, and is not opened again. Otherwise nothing of it is left. `check` compares the bytes,
+        where the size of a file does not tell that it was finished."""
 
     def sizes(self) -> dict[str, int]:
         """Bytes of each data file that any process has finished, by name."""
@@ -62,6 +68,10 @@ class Draft(DataFiles, Protocol):
     def revoke(self) -> bool:
         """Stop a commit that another thread carries out, before the operation that counts. Whether
         it is certain that the draft is not the step and will not be."""
+
+    def leave(self) -> None:
+        """Write no more, and leave what was written to a draft with the same token; never raises.
+        `Store.clean` removes it when no one has continued it for a day."""
 
     def discard(self) -> None:
         """Remove what was written, unless it is the step or may be; never raises."""

@@ -108,8 +108,8 @@ def pull(
     Every byte is verified. Nothing has the name before all of it is there.
     """
     from torchrelay.deadlines import Deadline
-    from torchrelay.inspection.step_copy import copy_step
     from torchrelay.inspection.step_source import StepSource
+    from torchrelay.mirror.step_copy import copy_step
     from torchrelay.stores.locate import open_store
 
     as_file = out.endswith(".safetensors")

@@ -6,7 +6,7 @@ import errno
 import os
 import time
 from collections.abc import Callable
-from contextlib import AbstractContextManager, suppress
+from contextlib import AbstractContextManager, closing, suppress
 from pathlib import Path
 
 from torchrelay.files import exists, is_dir
@@ -17,8 +17,9 @@ from torchrelay.stores.local.files import Files, claimed, lock, named, refresh
 from torchrelay.stores.local.handles import Handles
 from torchrelay.stores.local.removal import remove_directory
 from torchrelay.stores.local.root import StepRoot, directory_id, is_committed
-from torchrelay.stores.local.step import data_sizes
+from torchrelay.stores.local.step import LocalStep, data_sizes
 from torchrelay.stores.retry import commit_unknown
+from torchrelay.stores.step_files import DataReader
 
 WRITE_OUT_BYTES = 8 << 20
 VISIBLE_SECONDS = 10.0  # that a network file system may take to show another host's directory
@@ -33,6 +34,7 @@ class LocalDraft(CommitPoint):
         self._root, self._step, self._token = root, step, token
         self._overwrite, self._files = overwrite, root.files
         self._lock_fd: int | None = None
+        self._continues = False  # whether a draft with this token was left
         self.id = ""
         self._handles: Handles[_WrittenFile] = Handles()
         self.place = f"{root.of(step)}.tmp-{token}"
@@ -47,13 +49,26 @@ class LocalDraft(CommitPoint):
             raise FileExistsError(errno.EEXIST, "the step is committed", str(existing))
         self._root.make()
         for _ in range(_TRIES):
-            with suppress(FileExistsError):
+            try:
                 self._files.make_dir(self.place)
+                self._continues = False
+            except FileExistsError:
+                self._continues = True
             if self._locked():
+                if self._continues:
+                    self._renew()
                 self.id = directory_id(Path(self.place))
                 return
             time.sleep(0.001)
         raise OSError(errno.EBUSY, "another process has locked the draft", self.place)
+
+    def _renew(self) -> None:
+        """Make a draft that was left one that is being written: it is as young as its last change,
+        for hosts that do not see its lock, and has no commit record yet."""
+        with suppress(OSError):
+            os.utime(self.place)
+        if exists(f"{self.place}/{MANIFEST}"):
+            self._files.unlink(f"{self.place}/{MANIFEST}")
 
     def _locked(self) -> bool:
         """Hold the draft. False if a process that just started found it unheld and removes it."""
@@ -84,6 +99,29 @@ class LocalDraft(CommitPoint):
 
     def open(self, name: str, nbytes: int) -> LocalSink:
         return LocalSink(f"{self.place}/{name}", self._files, nbytes, self._handles)
+
+    def has(self, name: str, nbytes: int, check: Callable[[DataReader], bool]) -> bool:
+        if not self._continues:
+            return False
+        path = f"{self.place}/{name}"
+        try:
+            with closing(LocalStep(self.place)) as left:
+                reader = left.reader(name)
+                whole = reader.nbytes == nbytes and check(reader)
+        except FileNotFoundError:
+            return False
+        except (OSError, EOFError):
+            whole = False
+        with named(path):
+            if not whole:
+                self._files.unlink(path)
+                return False
+            fd = self._files.reopen(path)
+            try:
+                self._files.sync(fd)  # it may have been written and not be durable
+            finally:
+                os.close(fd)
+            return True
 
     def sizes(self) -> dict[str, int]:
         return data_sizes(self.place)
@@ -131,6 +169,9 @@ class LocalDraft(CommitPoint):
                     self._files.rename(replaced, target)
                 raise
         return replaced
+
+    def leave(self) -> None:
+        self._release()
 
     def discard(self) -> None:
         if not self.revoke():

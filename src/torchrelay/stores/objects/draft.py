@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import errno
 import time
+from collections.abc import Callable
 from contextlib import suppress
+from datetime import datetime, timedelta, timezone
 from math import ceil
 
 from torchrelay.errors import UsageError
@@ -21,10 +23,12 @@ from torchrelay.stores.objects.step import (
     with_folder,
 )
 from torchrelay.stores.retry import commit_unknown
+from torchrelay.stores.step_files import DataReader
 
 PART_BYTES = 16 << 20  # S3 takes none below 5 MiB
 MAX_PARTS = 10_000  # of one object, on S3 and GCS
 CONCURRENCY = 8  # requests at once
+LEFT_AGE = timedelta(hours=12)  # of an object that is used again: `clean` takes those of a day
 PUTS = 4  # of one manifest, before it is not known whether it arrived
 
 
@@ -47,6 +51,7 @@ class ObjectDraft(CommitPoint):
         self._bucket, self._step, self._overwrite = bucket, step, overwrite
         self._token = self.id = token
         self._folder = f"step-{step}/{token}"
+        self._left: dict[str, int] | None = None
         self.place = bucket.name(self._folder)
 
     def begin(self, listing: Listing | None = None) -> None:
@@ -68,6 +73,15 @@ class ObjectDraft(CommitPoint):
     def open(self, name: str, nbytes: int) -> ObjectSink:
         check_name(name)
         return ObjectSink(self._bucket, f"{self._folder}/{name}", nbytes)
+
+    def has(self, name: str, nbytes: int, check: Callable[[DataReader], bool]) -> bool:
+        # An object is there once all of it has come.
+        check_name(name)
+        if self._left is None:
+            oldest = datetime.now(timezone.utc) - LEFT_AGE
+            found = self._bucket.objects(self._folder)
+            self._left = {one.path: one.nbytes for one in found if one.modified > oldest}
+        return self._left.get(f"{self._folder}/{name}") == nbytes
 
     def sizes(self) -> dict[str, int]:
         return self._bucket.sizes(self._folder)
@@ -112,6 +126,9 @@ class ObjectDraft(CommitPoint):
         if isinstance(fault, PermissionError) or (isinstance(fault, FileExistsError) and known):
             raise fault
         return False
+
+    def leave(self) -> None:
+        """Nothing: its objects stay."""
 
     def discard(self) -> None:
         if not self.revoke():
