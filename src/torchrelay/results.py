@@ -47,6 +47,20 @@ class Traffic(NamedTuple):
     connections: int = 0
 
 
+class Differing(NamedTuple):
+    """A tensor that ranks hold in common, and that is not the same on all of them. `ranks`: those
+    in the minority, or all where no value has the most."""
+
+    path: str
+    kind: str  # "parameter", "buffer", "optimizer state", "DTensor", "named"
+    ranks: tuple[int, ...]
+
+    def __str__(self) -> str:
+        several = len(self.ranks) > 1
+        named = ", ".join(map(str, self.ranks[:16])) + ", ..." * (len(self.ranks) > 16)
+        return f"{self.path} ({self.kind}) on rank{'s' * several} {named}"
+
+
 @dataclass(frozen=True)
 class Report:
     """The outcome of a call on this rank. `str(report)` is a summary for people."""
@@ -62,6 +76,7 @@ class Report:
     instead: dict[str, str] = field(default_factory=dict)  # faster routes: why none was taken
     traffic: Traffic = field(default_factory=Traffic)
     skipped: str | None = None  # why nothing was saved, published or staged
+    differing: tuple[Differing, ...] = ()  # replicas that a save found to differ, the first 256
 
     @property
     def total_seconds(self) -> float:
@@ -131,6 +146,7 @@ class Report:
             if peer.status != "done":
                 shown = f"rank {name}" if isinstance(name, int) else name
                 lines.append(f"{shown} {peer.status}: {peer.why}")
+        lines += [f"replicas differ: {one}" for one in self.differing]
         lines += [f"not by {name}: {why}" for name, why in self.instead.items()]
         lines.append(", ".join(f"{phase} {each:.3g} s" for phase, each in self.seconds.items()))
         return "\n  ".join(line for line in lines if line)

@@ -168,7 +168,9 @@ class SaveAttempt:
         if self._ranks.coordinates:
             self._prune(sizes)
         url, seconds = f"{self._catalog.url}/step-{save.step}", dict(save.watch.seconds)
-        return Report(save.step, planned.share.nbytes, seconds, {url: Outcome(route="storage")})
+        peers: dict[int | str, Outcome] = {url: Outcome(route="storage")}
+        nbytes = planned.share.nbytes
+        return Report(save.step, nbytes, seconds, peers, differing=planned.differing)
 
     def _find_outcome(self, fault: BaseException) -> None:
         """The commit failed, or this rank had no answer. Raises unless the step is in place."""

@@ -22,7 +22,7 @@ from torchrelay.record.schema import Record
 from torchrelay.state import tensors as t
 from torchrelay.state.checkpointable import with_boxes
 from torchrelay.state.leaves import distributed_parts
-from torchrelay.state.objects import flatten_objects
+from torchrelay.state.objects import Objects, flatten_objects
 from torchrelay.state.paths import LeafPaths, Path, dotted, show, slots
 
 # Makes of the leaves of a state those that are described; the other argument shows their paths.
@@ -31,8 +31,8 @@ ChangeLeaves = Callable[[Sequence[Any], Callable[[int], str]], list[Any]]
 
 class Described(NamedTuple):
     """The outline of a state, as a record whose images have no boxes, and by image its name, the
-    tensor (strided, DTensor or ShardedTensor), and the key of the root that it is under, if it is
-    deeper.
+    tensor (strided, DTensor or ShardedTensor), and the path of its first leaf. `objects` are those
+    whose state is in it.
 
     Nothing is copied but views that overlap in more than one way: those share a tensor of bytes.
     """
@@ -40,22 +40,24 @@ class Described(NamedTuple):
     record: Record
     names: list[str]
     tensors: list[torch.Tensor]
-    tops: list[str | None]
+    paths: list[Path]
+    objects: Objects
 
 
 def describe(state: object, change: ChangeLeaves | None = None) -> Described:
     """Take a state apart, after a `change` of its leaves. `UnsupportedLeafError` names the leaf
     that cannot be kept exactly."""
     with gc_paused():
-        flat = with_boxes(flatten_objects(state)[0])
+        bare, objects = flatten_objects(state)
+        flat = with_boxes(bare)
         if change is not None:
             by_leaf = LeafPaths(flat.tree)
             leaves = change(flat.leaves, lambda leaf: show(by_leaf[leaf]))
             flat = flat._replace(leaves=leaves)
-        return _described(Description(flat, at_rest=True))
+        return _described(Description(flat, at_rest=True), objects)
 
 
-def _described(found: Description) -> Described:
+def _described(found: Description, objects: Objects) -> Described:
     """Images are in the order of the state."""
     owners = found.owners
     order = np.argsort(owners, kind="stable")
@@ -74,8 +76,7 @@ def _described(found: Description) -> Described:
             raise UnsupportedLeafError(why, path=show(by_leaf[leaf]))
     tensors = [*_plain_tensors(found), *map(found.flat.leaves.__getitem__, found.wholes)]
     tensors += [_bare(image.region.keep) for image in found.images]
-    tops = [str(path[0]) if len(path) > 1 else None for path in paths]
-    return Described(record, names, [tensors[n] for n in order.tolist()], tops)
+    return Described(record, names, [tensors[n] for n in order.tolist()], paths, objects)
 
 
 def _names(paths: Iterable[Path]) -> tuple[list[str], tuple[tuple[int, str], ...]]:

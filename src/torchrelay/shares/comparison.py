@@ -26,6 +26,9 @@ from torchrelay.geometry.boxes import Numbers
 from torchrelay.record.manifest import DTensorLeaf, Leaf, Shape, ShardedLeaf
 from torchrelay.record.rows import LeafRows
 from torchrelay.record.schema import LeafKind, MeshSharding, Record
+from torchrelay.results import Differing
+from torchrelay.shares.replicas import Replica, TeamDigests, requested, splits
+from torchrelay.state.replicas import ReplicaKind
 
 BUCKETS = 64
 _Buckets = Annotated[tuple[Annotated[int, msgspec.Meta(ge=0, lt=BUCKETS)], ...], msgspec.Meta()]
@@ -49,12 +52,15 @@ class RankTensor(NamedTuple):
     replicas: int
     team: bytes
     mesh: bytes = b""  # which ranks have a distributed tensor
+    holders: bytes = b""  # of a distributed tensor: the ranks that have these elements, if several
+    value: bytes = b""  # and the digest of their bytes here
 
 
 class Row(msgspec.Struct, array_like=True, frozen=True, gc=False):
     """A `RankTensor` as it is reported to the coordinator. Of a distributed one, `part` identifies
     the elements that this rank has: which they are, and their values. A plain one has its dtype and
-    shape, and so has one that names its `boxes`, each with a digest of its values."""
+    shape, and so has one that names its `boxes`, each with a digest of its values. A plain
+    tensor that is a replica has its `kind` and `team`."""
 
     name: str
     fact: bytes
@@ -63,6 +69,8 @@ class Row(msgspec.Struct, array_like=True, frozen=True, gc=False):
     dtype: str = ""
     shape: tuple[int, ...] = ()
     boxes: tuple[tuple[Shape, Shape, bytes], ...] | None = None
+    kind: ReplicaKind | None = None
+    team: bytes = b""
 
 
 class StateDigests(msgspec.Struct, array_like=True, frozen=True):
@@ -71,6 +79,7 @@ class StateDigests(msgspec.Struct, array_like=True, frozen=True):
     shape: bytes  # of its outline but for the leaves
     leaves: _Digests
     tensors: _Digests
+    teams: TeamDigests = {}  # of distributed tensors that this rank has in common with others
 
 
 class DetailsRequest(msgspec.Struct, array_like=True, frozen=True, tag="details"):
@@ -79,6 +88,7 @@ class DetailsRequest(msgspec.Struct, array_like=True, frozen=True, tag="details"
     tensors: _Buckets
     leaves: _Buckets
     outline: bool  # whether the whole outline is needed too
+    teams: tuple[bytes, ...] = ()  # whose tensors it must see
 
 
 class Details(msgspec.Struct, array_like=True, frozen=True):
@@ -87,16 +97,24 @@ class Details(msgspec.Struct, array_like=True, frozen=True):
     tensors: list[Row]
     leaves: list[tuple[int, Leaf]]
     outline: bytes | None = None  # a record, encoded
+    replicas: list[Replica] = []
 
 
 class Assignment(msgspec.Struct, array_like=True, frozen=True, tag="assignment"):
     """The exceptions of a rank from the rule. In these buckets it writes what it has, by these
-    names, but for what other ranks write: all of a tensor, or some of its boxes here."""
+    names, but for what other ranks write: all of a tensor, or some of its boxes here. `also`: what
+    it writes against the rule, for its replica is the one that is kept.
+
+    `differing`: replicas that should be equal and are not, on any rank; there are `differ` of them.
+    """
 
     buckets: _Buckets = ()
     renamed: dict[str, str] = {}
     of_others: tuple[str, ...] = ()
     boxes_of_others: dict[str, tuple[int, ...]] = {}
+    also: tuple[str, ...] = ()
+    differing: tuple[Differing, ...] = ()
+    differ: int = 0
 
 
 def number_of(name: str) -> int:
@@ -166,18 +184,26 @@ def differing(all_digests: Sequence[bytes]) -> tuple[int, ...]:
     return tuple([n for n, cut in enumerate(cuts) if len({known[cut] for known in distinct}) > 1])
 
 
+def replicas_of(tensors: Iterable[RankTensor]) -> list[Replica]:
+    """The distributed tensors that this rank has in common with others."""
+    return [Replica(one.holders, one.name, "DTensor", one.value) for one in tensors if one.holders]
+
+
 def detail_requests(digests: Sequence[StateDigests]) -> list[DetailsRequest] | None:
     """The coordinator's request to each rank, the coordinator included; None if all have the same.
     One rank of each shape of outline sends it whole."""
     tensors = differing([one.tensors for one in digests])
+    split = splits([one.teams for one in digests])
     shapes: defaultdict[bytes, list[int]] = defaultdict(list)
     for rank, one in enumerate(digests):
         shapes[one.shape].append(rank)
-    if not tensors and len(shapes) == 1 and len({one.leaves for one in digests}) == 1:
+    alike = len(shapes) == 1 and len({one.leaves for one in digests}) == 1
+    if alike and not tensors and not split:
         return None
     requests = [DetailsRequest(tensors, (), False)] * len(digests)
     for ranks in shapes.values():
         leaves = differing([digests[rank].leaves for rank in ranks])
         for rank in ranks:
-            requests[rank] = DetailsRequest(tensors, leaves, rank == ranks[0] and rank != 0)
+            first = rank == ranks[0] and rank != 0
+            requests[rank] = DetailsRequest(tensors, leaves, first, requested(split, rank))
     return requests

@@ -8,11 +8,14 @@ from __future__ import annotations
 
 import heapq
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
 from torchrelay.errors import CheckpointError
+from torchrelay.geometry import DIGEST_BYTES
 from torchrelay.record.manifest import Shape
 from torchrelay.shares.comparison import BUCKETS, Assignment, Details, RankTensor, Row, number_of
+from torchrelay.shares.replicas import Disagreement, disagreement, listed
+from torchrelay.state.replicas import ReplicaKind
 
 _Rows = Sequence[tuple[int, Row]]  # of one name: the ranks that have it, and their rows
 
@@ -58,13 +61,18 @@ class _Exceptions:
         self.renamed: dict[str, str] = {}
         self.of_others: list[str] = []
         self.boxes_of_others: dict[str, list[int]] = {}
+        self.also: list[str] = []
 
 
 def assignments(
-    details: Sequence[Details], buckets: Sequence[int], names: Collection[str]
+    details: Sequence[Details],
+    buckets: Sequence[int],
+    names: Collection[str],
+    distributed: Sequence[Disagreement] = (),
 ) -> list[Assignment]:
     """The assignment of each rank for the buckets that differ. `names`: of all outlines that were
-    sent, so that no new name is one of them.
+    sent, so that no new name is one of them. `distributed`: the distributed tensors whose replicas
+    differ. The value of the most ranks is written, by the lowest of these.
 
     Equal rows have one writer, by the hash of the name; a different row keeps its writer and gets a
     name of its own. Letters stand for the facts of rows on three ranks:
@@ -88,15 +96,36 @@ def assignments(
             _assign_distributed(name, several, ranks)
         else:
             _assign_plain(name, several, ranks, taken)
+    for found in distributed:
+        ranks[found.right[0]].also.append(found.path)
+        for rank in found.ranks:
+            if rank != found.right[0]:
+                ranks[rank].of_others.append(found.path)
+    differing, count = listed([*_differing(rows), *distributed])
     return [
         Assignment(
             tuple(buckets),
             one.renamed,
             tuple(one.of_others),
             {name: tuple(numbers) for name, numbers in one.boxes_of_others.items()},
+            tuple(one.also),
+            differing,
+            count,
         )
         for one in ranks
     ]
+
+
+def _differing(rows: Mapping[str, _Rows]) -> Iterator[Disagreement]:
+    """Plain tensors that differ within a team that holds them in common."""
+    for name, several in rows.items():
+        teams: defaultdict[tuple[bytes, ReplicaKind], dict[int, bytes]] = defaultdict(dict)
+        for rank, row in several:
+            if row.kind is not None:
+                teams[row.team, row.kind][rank] = row.fact[-DIGEST_BYTES:]
+        for (_, kind), facts in teams.items():
+            if len(set(facts.values())) > 1:
+                yield disagreement(name, kind, facts)
 
 
 def _assign_plain(

@@ -18,6 +18,7 @@ import torch
 import xxhash
 
 from torchrelay.coordination.call import Call
+from torchrelay.coordination.groups import members_of
 from torchrelay.coordination.messages import decoded
 from torchrelay.deadlines import Deadline
 from torchrelay.describing.at_rest import Described, describe
@@ -28,6 +29,7 @@ from torchrelay.record.encoding import decode, encode
 from torchrelay.record.manifest import ValueLeaf
 from torchrelay.record.rows import LeafRows
 from torchrelay.record.schema import Record
+from torchrelay.results import Differing
 from torchrelay.shares import comparison, ownership
 from torchrelay.shares.casting import StandIns
 from torchrelay.shares.commit_record import refused
@@ -41,10 +43,12 @@ from torchrelay.shares.comparison import (
 from torchrelay.shares.layout import Entry, ShareLayout, arrange
 from torchrelay.shares.outlines import image_bytes, merge, shape_of
 from torchrelay.shares.rank_tensors import RankTensors, row_of
+from torchrelay.shares.replicas import digests_of_teams, disagreements, splits
 from torchrelay.shares.share import Share
 from torchrelay.state.boxed import BoxedTensor
 from torchrelay.state.local_parts import LocalBoxes, local_parts
 from torchrelay.state.paths import empty_tensors, naming
+from torchrelay.state.replicas import DeclaredReplicas
 
 _encode = msgspec.msgpack.Encoder().encode
 _digests = msgspec.msgpack.Decoder(StateDigests)
@@ -59,6 +63,8 @@ class PlannedShare(NamedTuple):
     share: Share
     outlined: Record | None
     names: Sequence[str] | None = None
+    differing: tuple[Differing, ...] = ()  # replicas that should be equal, the first of them
+    differ: int = 0  # the number of all of these
 
 
 @dataclass
@@ -67,7 +73,8 @@ class SharePlanner:
     uses again, and no tensor.
 
     `members`: the ranks that take part as meshes count them, where that is known. Replicas of other
-    ranks do not count. `dtype`: that floating tensors are cast to.
+    ranks do not count. `dtype`: that floating tensors are cast to. `replicated`: patterns of plain
+    tensors that should be the same on all ranks, besides those that the state says are.
     """
 
     rank: int
@@ -75,6 +82,7 @@ class SharePlanner:
     file_bytes: int | None
     members: Collection[int] | None = None
     dtype: torch.dtype | None = None
+    replicated: Sequence[str] = ()
     known: _KnownPlan | None = None
 
     def plan(
@@ -96,7 +104,8 @@ class SharePlanner:
                 data = call.round("plan", partial(plan.details, answer), plan.assign, deadline)
                 answer = decoded(_answer, data, rank=0)
             assert isinstance(answer, Assignment)
-            return PlannedShare(plan.share(answer), plan.outlined, plan.names)
+            share = plan.share(answer)
+            return PlannedShare(share, plan.outlined, plan.names, answer.differing, answer.differ)
 
 
 class _KnownPlan(NamedTuple):
@@ -146,17 +155,21 @@ class SavePlan:
                 shape_of(self._described.record),
                 comparison.digests_of_leaves(LeafRows(self._described.record, at_rest=True)),
                 comparison.digests_of_tensors(self._tensors),
+                digests_of_teams(comparison.replicas_of(self._tensors)),
             )
         )
 
     def details(self, request: DetailsRequest) -> bytes:
         """The second message of this rank, where ranks differ."""
         buckets = set(request.tensors)
-        rows = [
-            row_of(one, tensor, self._source)
-            for one, tensor in zip(self._tensors, self._described.tensors, strict=True)
-            if comparison.bucket_of(one.name) in buckets
-        ]
+        declared = DeclaredReplicas(self._described.objects, self._planner.replicated, members_of)
+        rows = []
+        known = self._described.tensors, self._described.paths
+        for one, tensor, path in zip(self._tensors, *known, strict=True):
+            if comparison.bucket_of(one.name) in buckets:
+                replicas = declared.of(path) if type(tensor) is torch.Tensor else None
+                rows.append(row_of(one, tensor, self._source, replicas))
+        common = comparison.replicas_of(self._tensors) if request.teams else []
         leaves = LeafRows(self._described.record, at_rest=True)
         requested = np.isin(comparison.buckets_of_leaves(leaves), request.leaves)
         return _encode(
@@ -164,6 +177,7 @@ class SavePlan:
                 rows,
                 [(index, leaves[index]) for index in np.flatnonzero(requested).tolist()],
                 encode(self._described.record) if request.outline else None,
+                [one for one in common if one.team in request.teams],
             )
         )
 
@@ -190,13 +204,14 @@ class SavePlan:
         planner = self._planner
         mine = None if planner.world == 1 else self._mine(assignment)
         entries, parts = [], []
-        record, names, tensors, tops = self._described
+        record, names, tensors, paths, _ = self._described
         kinds = [(one.dtype, one.shape, (0,) * len(one.shape)) for one in record.image_kinds]
         kind_of = record.image_kind.tolist()
         boxes = LocalBoxes()
-        for image, (name, tensor, top) in enumerate(zip(names, tensors, tops, strict=True)):
+        for image, (name, tensor, path) in enumerate(zip(names, tensors, paths, strict=True)):
             if mine is not None and name not in mine:
                 continue
+            top = str(path[0]) if len(path) > 1 else None  # the key of the root that it is under
             dtype, shape, origin = kinds[kind_of[image]]
             called = assignment.renamed.get(name, name)
             if type(tensor) is torch.Tensor:  # as nearly all are: one box
@@ -223,9 +238,8 @@ class SavePlan:
             if one.name not in of_others and (not one.mesh or ownership.written_by_name(one))
         }
         names = {one.name for one in different}
-        return mine | ownership.written_by_rule(
-            one for one in self._tensors if one.name not in names
-        )
+        by_rule = ownership.written_by_rule(one for one in self._tensors if one.name not in names)
+        return (mine | by_rule | set(assignment.also)) - of_others
 
     # On the coordinator.
 
@@ -248,7 +262,9 @@ class SavePlan:
         outlines: list[tuple[Record, Sequence[str]] | None] = [self._described[:2]]
         outlines += [_outline(one, rank) for rank, one in enumerate(details[1:], 1)]
         taken = [name for one in outlines if one is not None for name in one[1]]
-        assigned = ownership.assignments(details, buckets, taken)
+        split = splits([one.teams for one in self._received])
+        distributed = disagreements(split, [one.replicas for one in details])
+        assigned = ownership.assignments(details, buckets, taken, distributed)
         self._end(merge([one.shape for one in self._received], outlines, details, assigned))
         return [_encode(one) for one in assigned]
 

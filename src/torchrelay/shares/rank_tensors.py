@@ -1,7 +1,8 @@
 """The tensors of this rank, as a plan compares them with those of other ranks.
 
 Ranks find out that they have the same plain tensor by digests of all its bytes (`facts_of`).
-Replicas of a distributed tensor are those that its placements say there are.
+Replicas of a distributed tensor are those that its placements say there are, and their bytes are
+hashed, too.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import msgspec
 import numpy as np
 import torch
 import xxhash
+from msgspec.structs import replace
 
 from torchrelay.errors import CheckpointError
 from torchrelay.record.manifest import Shape
@@ -24,6 +26,7 @@ from torchrelay.state.dtensor_pieces import placement_records
 from torchrelay.state.local_parts import LocalBoxes, local_parts
 from torchrelay.state.meshes import mesh_record
 from torchrelay.state.paths import naming
+from torchrelay.state.replicas import Replicas, ranks_with_copies
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -45,14 +48,26 @@ class RankTensors:
         self._boxes = LocalBoxes()
 
     def of(self, named: Sequence[tuple[str, torch.Tensor]]) -> list[RankTensor]:
-        """Each tensor, by its name; the bytes of plain ones are hashed."""
+        """Each tensor, by its name. The bytes of plain ones are hashed, and of distributed ones
+        that several ranks have."""
         plain = [self._source(tensor) for _, tensor in named if type(tensor) is torch.Tensor]
-        facts = iter(facts_of(plain))
+        others = {
+            at: self._distributed(name, tensor)
+            for at, (name, tensor) in enumerate(named)
+            if type(tensor) is not torch.Tensor
+        }
+        copies = [at for at, one in others.items() if one.holders]
+        whole: list[Any] = [named[at][1] for at in copies]
+        locals_ = [self._source(t.dtensor_parts(one)[0]) for one in whole]
+        digests = value_digests([*plain, *locals_])
+        for at, digest in zip(copies, digests[len(plain) :], strict=True):
+            others[at] = others[at]._replace(value=digest)
+        facts = map(bytes.__add__, map(_layout, plain), digests)
         return [
             RankTensor(name, next(facts), tensor.nbytes, self._rank, self._world, b"")
             if type(tensor) is torch.Tensor
-            else self._distributed(name, tensor)
-            for name, tensor in named
+            else others[at]
+            for at, (name, tensor) in enumerate(named)
         ]
 
     def _distributed(self, name: str, tensor: torch.Tensor) -> RankTensor:
@@ -79,13 +94,16 @@ class RankTensors:
             placements = placement_records(tensor)
         copies = tuple([dim for dim, one in enumerate(placements) if one.kind == "replicate"])
         self._check_all_there(name, spec.mesh, copies)
-        nbytes, replica, replicas = 0, 0, 1
+        nbytes, replica, team = 0, 0, [0]
         if spec.mesh.get_coordinate() is not None:
             nbytes = local.nbytes
-            replica, replicas = self._replica(spec.mesh, copies)
+            team = ranks_with_copies(spec.mesh, copies, self._members)
+            replica = team.index(int(spec.mesh.mesh[tuple(spec.mesh.get_coordinate())]))
         where = _digest(mesh)
         fact = _digest((t.NAMES[tensor.dtype], tuple(tensor.shape), placements, mesh.shape))
-        return RankTensor(name, fact, nbytes, replica, replicas, _digest((where, copies)), where)
+        holders = _digest(team) if len(team) > 1 and local.numel() else b""
+        together = _digest((where, copies))
+        return RankTensor(name, fact, nbytes, replica, len(team), together, where, holders)
 
     def _check_all_there(self, name: str, mesh: DeviceMesh, copies: tuple[int, ...]) -> None:
         """`CheckpointError` if a shard is only on ranks that do not take part."""
@@ -100,15 +118,6 @@ class RankTensors:
                 path=name,
             )
 
-    def _replica(self, mesh: DeviceMesh, copies: tuple[int, ...]) -> tuple[int, int]:
-        """This rank's number among the ranks that take part and have replicas along `copies`, and
-        their number."""
-        here: Any = mesh.get_coordinate()
-        along = tuple([slice(None) if dim in copies else at for dim, at in enumerate(here)])
-        alike = mesh.mesh[along].flatten().tolist()
-        team = [rank for rank in alike if self._members is None or rank in self._members]
-        return team.index(int(mesh.mesh[tuple(here)])), len(team)
-
 
 def facts_of(tensors: Sequence[torch.Tensor]) -> list[bytes]:
     """Dtype, shape and layout of each tensor, and the digest of its bytes."""
@@ -121,12 +130,17 @@ def _layout(tensor: torch.Tensor) -> bytes:
     return f"{t.NAMES[tensor.dtype]} {list(tensor.shape)} {strides} ".encode()
 
 
-def row_of(one: RankTensor, tensor: torch.Tensor, source: Source) -> Row:
+def row_of(
+    one: RankTensor, tensor: torch.Tensor, source: Source, replicas: Replicas | None = None
+) -> Row:
     """The report to the coordinator of a tensor that ranks have differently."""
     if not one.mesh:
         dtype, shape = _layout_of_whole(tensor)
         boxes = tuple(boxes_of(tensor, source)) if isinstance(tensor, BoxedTensor) else None
-        return Row(one.name, one.fact, dtype=dtype, shape=shape, boxes=boxes)
+        row = Row(one.name, one.fact, dtype=dtype, shape=shape, boxes=boxes)
+        if replicas is None:
+            return row
+        return replace(row, kind=replicas.kind, team=_digest((dtype, shape, replicas.ranks)))
     parts = [part for part in local_parts(tensor, source=source) if part.tensor.numel()]
     where = _digest([part.box for part in parts])
     values = _digest(facts_of([part.tensor for part in parts]))
