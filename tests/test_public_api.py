@@ -20,7 +20,7 @@ from torchrelay.endpoint.share import SharedState
 from torchrelay.options import PullOptions, RecoverOptions
 from torchrelay.weights.subscription import Subscription
 
-MOST_NAMES = 18
+MOST_NAMES = 20
 MOST_PARAMETERS = 10
 RESULTS = ("Loaded", "Report")  # callers read their fields, and never make one
 RETURNED = (Endpoint, SharedState, Subscription)  # classes that users have without naming them

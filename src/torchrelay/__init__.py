@@ -17,6 +17,7 @@ from torchrelay.version import __version__ as __version__
 if TYPE_CHECKING:
     from torchrelay.checkpointer.front import Checkpointer
     from torchrelay.checkpointer.keep import KeepBest, KeepEvery, KeepLast
+    from torchrelay.checkpointer.mirror import Mirror
     from torchrelay.coordination.groups import init_process_group
     from torchrelay.endpoint.front import serve
     from torchrelay.endpoint.pull import pull
@@ -37,6 +38,7 @@ __all__ = [
     "KeepLast",
     "Keeper",
     "Loaded",
+    "Mirror",
     "Pending",
     "Relay",
     "Report",
@@ -53,6 +55,7 @@ __all__ = [
 _MODULES = {
     "torchrelay.checkpointer.front": ("Checkpointer",),
     "torchrelay.checkpointer.keep": ("KeepBest", "KeepEvery", "KeepLast"),
+    "torchrelay.checkpointer.mirror": ("Mirror",),
     "torchrelay.coordination.groups": ("init_process_group",),
     "torchrelay.endpoint.front": ("serve",),
     "torchrelay.endpoint.pull": ("pull",),

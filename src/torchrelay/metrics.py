@@ -21,7 +21,10 @@ logger = logging.getLogger("torchrelay")
 
 OPERATION, PHASE, ROUTE = "torchrelay.operation", "torchrelay.phase", "torchrelay.route"
 RANK, ROLE, ERROR = "torchrelay.rank", "torchrelay.role", "error.type"
-OPERATIONS = ("send", "recv", "save", "save_async", "load", "publish", "stage", "pull", "recover")
+OPERATIONS = (
+    *("send", "recv", "save", "save_async", "mirror", "load"),
+    *("publish", "stage", "pull", "recover"),
+)
 
 # OpenTelemetry's default boundaries are made for milliseconds.
 SECONDS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0, 1000.0)

@@ -187,8 +187,8 @@ def test_snippet_runs(block: Block, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("block", ON_S3, ids=lambda block: block.where)
-def test_snippet_runs_on_s3(block: Block, s3: S3) -> None:
-    exec(block.compiled(), {"torch": torch, "tr": tr})
+def test_snippet_runs_on_s3(block: Block, s3: S3, tmp_path: Path) -> None:
+    exec(block.compiled(), {"torch": torch, "tr": tr, "folder": tmp_path})
 
 
 def run_blocks(rank: int, group: Any, blocks: list[Block], folder: Path) -> list[str]:

@@ -2,6 +2,7 @@
 
 from torchrelay.checkpointer.front import Checkpointer
 from torchrelay.checkpointer.keep import Keep, KeepAll, KeepBest, KeepEvery, KeepLast
+from torchrelay.checkpointer.mirror import Mirror
 
 __all__ = [
     "Checkpointer",
@@ -10,4 +11,5 @@ __all__ = [
     "KeepBest",
     "KeepEvery",
     "KeepLast",
+    "Mirror",
 ]

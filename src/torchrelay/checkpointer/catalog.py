@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import errno
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import closing, suppress
 from typing import NamedTuple
 
@@ -40,9 +40,10 @@ class _Checked(NamedTuple):
 class StepCatalog:
     """A store's steps, and the policy that says which of them stay."""
 
-    def __init__(self, store: Store, keep: Keep) -> None:
+    def __init__(self, store: Store, keep: Keep, retained: Callable[[], set[int]] = set) -> None:
+        """`retained`: steps that stay for now, whatever the policy says."""
         self.store = store
-        self._keep = keep
+        self._keep, self._retained = keep, retained
         self._damaged: set[int] = set()  # steps that a load found damaged
         self._checked: dict[int, _Checked] = {}
 
@@ -156,7 +157,9 @@ class StepCatalog:
             self._checked = self._intact(listing, committed, _Checked([], sizes, metrics))
             good = list(self._checked)
             known = {step: one.metrics for step, one in self._checked.items()}
-            wanted = self._keep.wanted_with(good, known) | {*good[-1:], committed}
+            wanted = (
+                self._keep.wanted_with(good, known) | {*good[-1:], committed} | self._retained()
+            )
             for step in good:
                 if step not in wanted:
                     self._drop(step, listing)
@@ -218,17 +221,20 @@ class StepCatalog:
     def rollback(self, step: int) -> list[int]:
         """Delete every step above this one; the newest first, so that a crash leaves a rollback to
         a later step."""
-        steps = self.steps()
-        if step in steps and not self.holds(step):
+        self.check_rollback(step)
+        newer = [found for found in self.steps() if found > step]
+        for found in reversed(newer):
+            self.delete(found)
+        return newer
+
+    def check_rollback(self, step: int) -> None:
+        """`DamagedError` where a run could not resume from a step."""
+        if step in self.steps() and not self.holds(step):
             raise DamagedError(
                 "the step is not intact, so a run cannot resume from it: verify() says why",
                 step=step,
                 file=self.url,
             )
-        newer = [found for found in steps if found > step]
-        for found in reversed(newer):
-            self.delete(found)
-        return newer
 
     def clean(self) -> None:
         """Remove what dead writers left behind."""

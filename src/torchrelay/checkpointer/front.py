@@ -11,18 +11,18 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import torch
 
-from torchrelay.checkpointer.catalog import StepCatalog
 from torchrelay.checkpointer.export import SHARD_BYTES, export_step
 from torchrelay.checkpointer.keep import Keep, checked_metrics, policy
+from torchrelay.checkpointer.mirror import Mirror, open_mirror
 from torchrelay.checkpointer.preemption import Preemption
-from torchrelay.checkpointer.saver import Saver
+from torchrelay.checkpointer.saver import Saver, SaverHooks
 from torchrelay.checkpointer.share_writer import Save, ShareWriter
+from torchrelay.checkpointer.stored_steps import StoredSteps
 from torchrelay.coordination.call import Call
 from torchrelay.coordination.coordinator import Coordinator
 from torchrelay.deadlines import Deadline, Timeout, seconds_of
-from torchrelay.errors import RecoveryError, StepNotFoundError, UsageError
-from torchrelay.loading.first_start import has_steps
-from torchrelay.loading.loader import Loader, LoadRequest
+from torchrelay.errors import UsageError
+from torchrelay.loading.loader import LoadRequest
 from torchrelay.memory.bounded import bounded
 from torchrelay.options import (
     CheckpointerOptions,
@@ -35,7 +35,7 @@ from torchrelay.pending import Pending
 from torchrelay.progress import ProgressCallback
 from torchrelay.record.schema import Record
 from torchrelay.results import Loaded, Report
-from torchrelay.sources.places import StoreSource
+from torchrelay.sources.source import Source
 from torchrelay.steps import check_step
 from torchrelay.stores.locate import open_store
 from torchrelay.stores.retry import Retry
@@ -46,6 +46,7 @@ if TYPE_CHECKING:
     from torchrelay.keeper.front import Keeper
 
 MIN_BUDGET = 16 << 20
+MIN_SECONDS = 1.0  # that `close` leaves a copy to the mirror
 
 Result = TypeVar("Result")
 
@@ -59,6 +60,9 @@ class Checkpointer:
 
     - `keep`: which steps to retain; a number means that many of the newest. Rank 0 removes older
       steps after a commit; other ranks may see them for a moment after `wait`.
+    - `mirror`: a second place for the steps, as a `Mirror` or by its name. Rank 0 has a process
+      copy committed steps there; nothing waits for it but `close`. `load` and `restore` take the
+      newest step of both, `rollback` and `delete` remove from both.
     - `timeout` bounds each call, and an asynchronous save to its commit.
     - `keeper`: holds the states of `stage` in memory, between those that are saved. `save_async`
       stages there, too, so that a step outlives this process before it is written.
@@ -72,6 +76,7 @@ class Checkpointer:
         root: str | os.PathLike[str],
         *,
         keep: Keep | int | None = None,
+        mirror: Mirror | str | os.PathLike[str] | None = None,
         keeper: Keeper | None = None,
         timeout: Timeout = 1800.0,
         group: Any = None,
@@ -86,15 +91,19 @@ class Checkpointer:
             self._owner = Owner("Checkpointer")
             self._keeper = keeper
             self._store: Store = open_store(root, timeout=self._timeout)
-            self._catalog = StepCatalog(self._store, policy(keep))
+            read_only, ranks = chosen.read_only, self._ranks
+            mirrored = open_mirror(mirror, self._store, ranks, self._timeout, copies=not read_only)
+            self._stored = StoredSteps(self._store, policy(keep), mirrored)
+            self._catalog = self._stored.catalog
             fitting = _fitting(keeper, self._ranks)
             writer = ShareWriter(self._store, chosen.memory_budget, chosen.stage_on, fitting)
-            self._saver = Saver(self._ranks, self._catalog, writer, chosen.file_bytes)
+            hooks = SaverHooks(self._stored.committed, self._stored.rollback)
+            self._saver = Saver(self._ranks, self._catalog, writer, chosen.file_bytes, hooks)
             self._preemption = Preemption(self._ranks, chosen.signals, self._timeout)
             self._closed = False
             self._calls = threading.RLock()
-            self._read_only = chosen.read_only
-            if self._ranks.coordinates and not chosen.read_only:
+            self._read_only = read_only
+            if ranks.coordinates and not read_only:
                 self._bounded("clean up", self._catalog.clean)
             close_at_exit(self)
 
@@ -108,9 +117,9 @@ class Checkpointer:
         """The keeper that it was given."""
         return self._keeper
 
-    def source(self) -> StoreSource:
-        """The steps as a source for `recover` and `pull`."""
-        return StoreSource(self._store)
+    def source(self) -> Source:
+        """The steps as a source for `recover` and `pull`: those of the mirror, too."""
+        return self._stored.source()
 
     # Saving.
 
@@ -218,6 +227,11 @@ class Checkpointer:
         """The number of asynchronous saves of this checkpointer that have failed."""
         return self._saver.failures
 
+    @property
+    def mirror_failures(self) -> int:
+        """The number of copies to the mirror that have failed; 0 on ranks that copy none."""
+        return self._stored.mirror_failures
+
     # Loading.
 
     def load(
@@ -236,7 +250,8 @@ class Checkpointer:
     ) -> Loaded:
         """All ranks call it together: read a step, into the caller's tensors or as a new state.
 
-        Without `step` it is the newest that verifies: a damaged one is skipped with a warning.
+        Without `step` it is the newest that verifies: a damaged one is skipped with a warning,
+        unless the mirror has its bytes.
         Distributed tensors are resharded for the mesh and placements of `into`, whatever they were
         when saved; without `into` they come whole, on `device`.
 
@@ -261,7 +276,7 @@ class Checkpointer:
         )
         with self._exclusive():
             call, deadline = self._reading("load", timeout)
-            return self._load(call, request, deadline)
+            return self._stored.load(self._ranks, call, request, deadline)
 
     def restore(
         self,
@@ -295,17 +310,7 @@ class Checkpointer:
             raise UsageError("restore fills a state that exists: give it, or call load()")
         with self._exclusive():
             call, deadline = self._reading("restore", timeout)
-            try:
-                if not has_steps(self.source(), self._ranks.rank, call, deadline):
-                    return None
-                return self._load(call, request, deadline).step
-            except StepNotFoundError as fault:
-                raise RecoveryError(
-                    f"{fault.message}: repair or remove it, and do not start at step 0",
-                    rank=fault.rank,
-                    phase="restore",
-                    file=fault.file,
-                ) from fault
+            return self._stored.restore(self._ranks, call, request, deadline)
 
     def _reading(self, verb: str, timeout: Timeout | None) -> tuple[Call, Deadline]:
         """A call that reads, after its first round: no rank has a failed save unseen."""
@@ -314,20 +319,11 @@ class Checkpointer:
         call.together("begin", self._saver.raise_unseen, deadline)
         return call, deadline
 
-    def _load(self, call: Call, request: LoadRequest, deadline: Deadline) -> Loaded:
-        loader = Loader(self.source(), self._ranks)
-        with self._ranks.measured("load", request.step) as measured:
-            try:
-                loaded = loader.load(call, request, deadline)
-            finally:
-                self._catalog.note_damaged(loader.damaged)
-            measured.end(loaded.report)
-        return loaded
-
     # Managing steps.
 
     def steps(self) -> list[int]:
-        """Committed steps, in ascending order. Does not read their bytes: see `verify`."""
+        """Committed steps, in ascending order. Does not read their bytes: see `verify`. This call
+        and those that look at one step leave the mirror out."""
         return self._bounded("list the steps", self._catalog.steps)
 
     def latest(self) -> int | None:
@@ -380,16 +376,17 @@ class Checkpointer:
         )
 
     def delete(self, step: int) -> None:
-        """Remove a step. Call it on one rank."""
+        """Remove a step, from the mirror, too. Call it on one rank: with a mirror, rank 0."""
         self._check_writable()
         step = check_step(step)
-        self._bounded("delete", partial(self._catalog.delete, step))
+        self._bounded("delete", partial(self._stored.delete, step))
 
     def rollback(self, step: int, *, timeout: Timeout | None = None) -> list[int]:
         """All ranks call it together: delete every step above `step`; returns them.
 
         The run resumes from there. Each is deleted as a whole before the next, the newest first, so
-        a rollback that is interrupted is one to a later step: call it again.
+        a rollback that is interrupted is one to a later step: call it again. Steps of the mirror
+        are deleted before those of the root.
         """
         with self._exclusive(writes=True):
             step = check_step(step)
@@ -426,7 +423,8 @@ class Checkpointer:
     # The end.
 
     def close(self) -> None:
-        """Wait for the save in progress, end the writer process, free the staged memory.
+        """Wait for the save in progress, end the writer process, free the staged memory. A copy to
+        the mirror is waited for, too, for what is left of `timeout`; a later one continues it.
 
         Raises the failure of an asynchronous save that no caller has seen. Does nothing in a child
         of a fork.
@@ -437,10 +435,12 @@ class Checkpointer:
             if self._closed:
                 return
             self._closed = True
+            deadline = Deadline(self._timeout)
             try:
                 self._saver.close(self._timeout)
             finally:
                 self._preemption.close()
+                self._stored.close(max(MIN_SECONDS, deadline.left()))
 
     def _detach_after_fork(self) -> None:
         """Called in a child of a fork, which has no Checkpointer: what it had is the parent's.
@@ -449,6 +449,7 @@ class Checkpointer:
         """
         self._preemption.detach_after_fork()
         self._saver.detach_after_fork()
+        self._stored.detach_after_fork()
 
     def __enter__(self) -> Checkpointer:
         return self

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import queue
 import threading
+from collections.abc import Callable
 from functools import partial
+from typing import NamedTuple
 
 import msgspec
 
@@ -30,12 +32,29 @@ _encode = msgspec.msgpack.Encoder().encode
 _Outcome = queue.SimpleQueue[BaseException | None]
 
 
+class SaverHooks(NamedTuple):
+    """Calls to the owner of the steps, on the coordinator.
+
+    `committed`: a step was committed, perhaps in place of another save of it; returns at once.
+    `rollback` deletes every step above one, and returns them.
+    """
+
+    committed: Callable[[int, bool], None]
+    rollback: Callable[[int], list[int]]
+
+
 class Saver:
     """Saves states of one `Checkpointer`, one at a time."""
 
     def __init__(
-        self, ranks: Coordinator, catalog: StepCatalog, writer: ShareWriter, file_bytes: int | None
+        self,
+        ranks: Coordinator,
+        catalog: StepCatalog,
+        writer: ShareWriter,
+        file_bytes: int | None,
+        hooks: SaverHooks,
     ) -> None:
+        self._hooks = hooks
         self._ranks = ranks
         self._catalog = catalog
         self.writer = writer
@@ -57,8 +76,14 @@ class Saver:
             except BaseException as fault:
                 attempt.give_up(fault)
                 raise
-            report = attempt.commit()
+            report = self._commit(attempt)
             measured.end(report)
+        return report
+
+    def _commit(self, attempt: SaveAttempt) -> Report:
+        report = attempt.commit()
+        if self._ranks.coordinates:
+            self._hooks.committed(attempt.save.step, attempt.save.overwrite)
         return report
 
     def save_async(
@@ -123,7 +148,7 @@ class Saver:
             except BaseException as fault:
                 attempt.give_up(fault)
                 raise
-            return attempt.commit(), None
+            return self._commit(attempt), None
         except BaseException as fault:
             self.failures += 1
             return None, fault
@@ -151,7 +176,7 @@ class Saver:
             steps = sorted({msgspec.msgpack.decode(data, type=int) for data in messages})
             if len(steps) > 1:
                 raise UsageError(f"ranks name different steps: {steps}; name the same on all")
-            act = partial(self._catalog.rollback, step)
+            act = partial(self._hooks.rollback, step)
             newer = bounded(act, deadline.early(), "delete steps", file=self._catalog.url)
             return [_encode(newer)] * len(messages)
 

@@ -1,1 +1,1 @@
-"""A second home for the steps of a job: committed steps are copied there."""
+"""A second place for the steps of a job: committed steps are copied there."""

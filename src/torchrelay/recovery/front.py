@@ -25,6 +25,7 @@ from torchrelay.errors import (
 )
 from torchrelay.loading.loader import Loader, LoadRequest
 from torchrelay.memory import threads
+from torchrelay.mirror.source import sources_of
 from torchrelay.options import RecoverOptions, checked_options, checked_verify
 from torchrelay.recovery.candidates import Candidates, ChosenStep
 from torchrelay.results import Loaded, Outcome, Report
@@ -109,7 +110,8 @@ def recover(
     if isinstance(sources, (str, os.PathLike)) or not isinstance(sources, Iterable):
         raise UsageError(f"sources is a list of them, not {sources!r}: sources=[{sources!r}]")
     every, same_host = chosen.verify == "all", chosen.same_host
-    found = [as_source(place, access, same_host=same_host, verify=every) for place in sources]
+    named = [as_source(place, access, same_host=same_host, verify=every) for place in sources]
+    found = [one for source in named for one in sources_of(source)]
     if not found:
         raise UsageError("no source to recover from: give at least one in sources=[...]")
     ranks = Coordinator.of(group, "recover", "function", no_dist=no_dist)

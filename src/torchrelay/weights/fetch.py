@@ -1,4 +1,4 @@
-"""Part streams into the mirror: from every server that has volumes of a step, at the same time.
+"""Part streams into packed volumes: from every server that has volumes of a step, at the same time.
 
 A stream that breaks off is continued where it ended, by whichever server has the volume. A chunk
 with other bytes than were sent is asked for again as a whole, and a second one ends a server's part
@@ -27,7 +27,7 @@ from torchrelay.parts.runs import (
 from torchrelay.parts.stream import HEAD_BYTES, MAGIC, WHOLE, ChunkHead, decode
 from torchrelay.sources.connection import HostConnection
 from torchrelay.sources.remote_step import SUPPLY_FAULTS, RemoteStep, Supplier
-from torchrelay.weights.mirror import Mirror
+from torchrelay.weights.packed_volumes import PackedVolumes
 from torchrelay.weights.record_check import ReceivedBytes, RecordCheck
 
 STREAMS = 8  # at once, each of another server
@@ -51,19 +51,19 @@ class _VolumeRest(NamedTuple):
 
 
 class PartFetch:
-    """Brings the volumes of a mirror to the state of one step."""
+    """Brings packed volumes to the state of one step."""
 
-    def __init__(self, step: RemoteStep, mirror: Mirror) -> None:
-        self._step, self._mirror, self._suppliers = step, mirror, step.suppliers
+    def __init__(self, step: RemoteStep, packed: PackedVolumes) -> None:
+        self._step, self._packed, self._suppliers = step, packed, step.suppliers
         self._files = {file.name: file for file in step.record.volumes}
         self._wrong: set[Supplier] = set()  # those that sent wrong bytes once
-        self._received: dict[str, list[ReceivedBytes]] = {name: [] for name in mirror.volumes}
+        self._received: dict[str, list[ReceivedBytes]] = {name: [] for name in packed.volumes}
 
     def run(self) -> None:
         """Returns when every byte has come and was verified. `PeerLostError` names the servers that
         cannot give theirs; `FileNotFoundError` for a step that was replaced."""
         changed = {}
-        for name, volume in self._mirror.volumes.items():
+        for name, volume in self._packed.volumes.items():
             if volume.has(self._files[name]):
                 volume.hold(self._step.snapshot, self._files[name])
             else:
@@ -78,7 +78,7 @@ class PartFetch:
             groups = self._by_supplier(todo)
             left = ThreadPool(STREAMS).each(lambda group: self._fetch(*group), groups)
             todo = [piece for some in left for piece in some]
-        RecordCheck(self._step, self._mirror, self._received).run(list(changed))
+        RecordCheck(self._step, self._packed, self._received).run(list(changed))
         for name, volume in changed.items():
             volume.hold(self._step.snapshot, self._files[name])
 
@@ -121,7 +121,7 @@ class PartFetch:
             mapped = supplier.mapped(piece.name)
             memory = None if mapped is None else mapped.memory(0, mapped.nbytes)
             if memory is not None:
-                packed = self._mirror.volumes[piece.name].packed[piece.at :]
+                packed = self._packed.volumes[piece.name].packed[piece.at :]
                 piece.runs.pack(np.frombuffer(memory, np.uint8), 0, piece.runs.total, packed)
                 left.remove(piece)
                 end = piece.at + piece.runs.total
@@ -139,7 +139,7 @@ class PartFetch:
                 raise RemoteProtocolError(f"{supplier.name} sends no part stream")
             buffer = memoryview(bytearray(PART_BYTES))
             for piece in list(left):
-                packed = self._mirror.volumes[piece.name].packed[piece.at :]
+                packed = self._packed.volumes[piece.name].packed[piece.at :]
                 for begin, end, itemsize in piece.runs.parts:
                     # An unfinished chunk is asked for again without its base.
                     left[0] = piece._replace(base=None, done=begin)

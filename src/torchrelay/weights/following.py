@@ -25,7 +25,7 @@ from torchrelay.sources.peer import PeerSource
 from torchrelay.sources.remote_step import RemoteStep
 from torchrelay.stores.step_files import StepFiles, WantedBox
 from torchrelay.weights.fetch import PartFetch
-from torchrelay.weights.mirror import Mirror, MirrorReader
+from torchrelay.weights.packed_volumes import PackedReader, PackedVolumes
 
 Publisher = str | PeerSource | Sequence[str] | Sequence[PeerSource]
 
@@ -67,10 +67,10 @@ class NewestStep:
     `floor`. One is made for each update."""
 
     def __init__(
-        self, origin: EndpointSource, mirror: Mirror, floor: int, *, on_gpu: bool = False
+        self, origin: EndpointSource, packed: PackedVolumes, floor: int, *, on_gpu: bool = False
     ) -> None:
         """`on_gpu`: memory of a GPU of this host is read where the step is there."""
-        self._origin, self._mirror, self._floor = origin, mirror, floor
+        self._origin, self._packed, self._floor = origin, packed, floor
         self.name, self.cost = origin.name, origin.cost
         self.device = DeviceSource(origin) if on_gpu and origin.lends_gpus else None
         self._source = self.device or origin
@@ -119,23 +119,23 @@ class NewestStep:
         assert record.step is not None
         return StepIdentity(record.step, self.opened.snapshot, state_digest(record))
 
-    def open(self, step: int, deadline: Deadline) -> RemoteStep | MirroredStep | DeviceLentStep:
+    def open(self, step: int, deadline: Deadline) -> RemoteStep | PackedStep | DeviceLentStep:
         self.opened = found = self._source.open(step, deadline)
         if isinstance(found, DeviceLentStep):
             return found
         # Memory of this host is read where it is.
-        return found if found.mapped else MirroredStep(found, self._mirror)
+        return found if found.mapped else PackedStep(found, self._packed)
 
     def reported(self, loaded: Loaded) -> Loaded:
         """The result, with what each server gave. It is verified if every byte was compared with
         the record, or with what another server has."""
         found = self._source.reported(loaded, "parts")
         if isinstance(self.opened, RemoteStep) and not self.opened.mapped:
-            found = replace(found, report=replace(found.report, verified=self._mirror.verified))
+            found = replace(found, report=replace(found.report, verified=self._packed.verified))
         return found
 
 
-class MirroredStep(StepFiles):
+class PackedStep(StepFiles):
     """A step whose bytes are fetched by parts, as soon as it is known which ones are wanted. See
     `Opened`."""
 
@@ -143,26 +143,26 @@ class MirroredStep(StepFiles):
     trusted = True  # what has come was compared with digests of the record, where it can be
     fetches_ahead = True
 
-    def __init__(self, step: RemoteStep, mirror: Mirror) -> None:
-        self._step, self._mirror = step, mirror
+    def __init__(self, step: RemoteStep, packed: PackedVolumes) -> None:
+        self._step, self._packed = step, packed
         self.url, self.digest = step.url, step.digest
         self.record: Record = step.record
         self._files = {file.name: file for file in step.record.volumes}
 
     @property
-    def files(self) -> MirroredStep:
+    def files(self) -> PackedStep:
         return self
 
     def prepare(self, wanted: Iterable[WantedBox]) -> None:
-        self._mirror.plan(wanted, self.record)
+        self._packed.plan(wanted, self.record)
         try:
-            PartFetch(self._step, self._mirror).run()
+            PartFetch(self._step, self._packed).run()
         except FileNotFoundError as fault:
             text = f"the step was replaced while it was read: {fault.strerror}"
             raise StepNotFoundError(text, step=self.record.step) from fault
 
-    def reader(self, name: str, *, once: bool = True) -> MirrorReader:
-        return MirrorReader(self._files[name].nbytes, self._mirror.volumes.get(name))
+    def reader(self, name: str, *, once: bool = True) -> PackedReader:
+        return PackedReader(self._files[name].nbytes, self._packed.volumes.get(name))
 
     def close(self) -> None:
         self._step.close()

@@ -27,7 +27,7 @@ from torchrelay.sources.remote_step import (
     digest_of,
 )
 from torchrelay.stores.writer.file_writer import WORKERS
-from torchrelay.weights.mirror import Mirror
+from torchrelay.weights.packed_volumes import PackedVolumes
 
 
 class ReceivedBytes(NamedTuple):
@@ -42,16 +42,19 @@ class RecordCheck:
     """Of what an update has fetched. `received`: by volume."""
 
     def __init__(
-        self, step: RemoteStep, mirror: Mirror, received: Mapping[str, Sequence[ReceivedBytes]]
+        self,
+        step: RemoteStep,
+        packed: PackedVolumes,
+        received: Mapping[str, Sequence[ReceivedBytes]],
     ) -> None:
-        self._step, self._mirror, self._received = step, mirror, received
+        self._step, self._packed, self._received = step, packed, received
         self._suppliers = step.suppliers
         self._files = {file.name: file for file in step.record.volumes}
 
     def run(self, names: Sequence[str]) -> None:
         """Have volumes compared; wrong chunks are read again. Raises as reads of the step do where
         no server gives a right one."""
-        volumes = {name: self._mirror.volumes[name] for name in names}
+        volumes = {name: self._packed.volumes[name] for name in names}
         found = {name: one.chunks for name, one in volumes.items()}
         wrong: list[tuple[str, int]] = []
         todo = [(name, chunk) for name, chunks in found.items() for chunk in chunks.whole]
@@ -75,7 +78,7 @@ class RecordCheck:
     def _read_again(self, name: str, chunk: int) -> bool:
         """Bring a chunk to the bytes that the record has, whoever gives them, and drop those who
         gave others. Whether there are such."""
-        file, volume = self._files[name], self._mirror.volumes[name]
+        file, volume = self._files[name], self._packed.volumes[name]
         start = chunk * file.chunk_bytes
         stop = min(start + file.chunk_bytes, file.nbytes)
         right = np.empty(stop - start, np.uint8)
@@ -115,7 +118,7 @@ class RecordCheck:
 
     def _differences(self, name: str, other: Supplier) -> list[tuple[int, int]]:
         """The ranges of a volume's packed bytes that another server has otherwise."""
-        volume, found = self._mirror.volumes[name], []
+        volume, found = self._packed.volumes[name], []
         buffer = memoryview(bytearray(PART_BYTES))
         for first in range(0, len(volume.runs), MAX_RUNS):
             runs = volume.runs.some(first, first + MAX_RUNS)
@@ -138,7 +141,7 @@ class RecordCheck:
     def _decided(self, name: str, doubtful: Sequence[tuple[int, int]]) -> bool:
         """Read the whole of partial chunks where two servers differ. Whether the bytes that are
         here were wrong."""
-        chunks = self._mirror.volumes[name].chunks
+        chunks = self._packed.volumes[name].chunks
         were_wrong = False
         for chunk in chunks.partial:
             spans = [(run.at, run.at + run.nbytes * run.rows) for run in chunks.runs(chunk)]

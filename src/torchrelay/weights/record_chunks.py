@@ -1,4 +1,4 @@
-"""Which chunks of a record a mirror has whole, and the bytes of one. Pure.
+"""Which chunks of a record packed volumes have whole, and the bytes of one. Pure.
 
 A digest of the record covers a chunk of a volume, so it can only be compared where all bytes of the
 chunk are here. A few bytes more complete chunks that are nearly whole: the head of a file, and the

@@ -34,7 +34,7 @@ from torchrelay.steps import check_step
 from torchrelay.system import needs_linux
 from torchrelay.weights.device_updates import DeviceUpdates
 from torchrelay.weights.following import NewestStep, Publisher, StepIdentity, publisher
-from torchrelay.weights.mirror import Mirror
+from torchrelay.weights.packed_volumes import PackedVolumes
 
 _WENT_BACK = "the destination had it; the publisher went back to a lower step"
 AGAIN_SECONDS = 0.1  # before another look, where a step was replaced while it was read
@@ -73,7 +73,7 @@ class Subscription:
             publisher(source, access, same_host)  # `UsageError` for what cannot be one
         self._source, self._access, self._same_host = source, access, same_host
         self._request, self._timeout = request, timeout
-        self._mirror = Mirror()
+        self._packed = PackedVolumes()
         self._on_gpu = DeviceUpdates(request.into)
         self._current: StepIdentity | None = None  # the step that `into` has
         self._latest: int | None = None  # the step of the last update that succeeded
@@ -155,7 +155,7 @@ class Subscription:
         found = self._look(call, newest, deadline)
         current, self._current = self._current, None  # until it is known what `into` has
         if found.all_have and current is not None:
-            self._mirror.rename(current.snapshot, found.found.snapshot)
+            self._packed.rename(current.snapshot, found.found.snapshot)
             self._current = found.found
             return Loaded(self._state, found.found.step, Report(found.found.step, 0))
         if current is not None and (copied := self._copied(newest)) is not None:
@@ -201,12 +201,12 @@ class Subscription:
         connected, self._connected = self._connected, None
         origin = connected or publisher(self._source, self._access, self._same_host)
         on_gpu = self._same_host and wants_gpu(self._request.into)
-        return NewestStep(origin, self._mirror, floor, on_gpu=on_gpu)
+        return NewestStep(origin, self._packed, floor, on_gpu=on_gpu)
 
     def close(self) -> None:
         """Free the memory of the subscription. `into` stays as it is."""
         self._closed = True
-        self._mirror, self._current, self._state = Mirror(), None, None
+        self._packed, self._current, self._state = PackedVolumes(), None, None
         if self._connected is not None:
             self._connected.end()
         self._on_gpu.close()

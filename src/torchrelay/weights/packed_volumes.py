@@ -1,4 +1,4 @@
-"""The mirror: the bytes that a subscription needs of each volume, packed in host memory.
+"""Packed volumes: the bytes that a subscription needs of each volume, packed in host memory.
 
 It outlives an update, so that the next one may send changes alone. The landing reads from it as
 from the volumes themselves.
@@ -17,7 +17,7 @@ from torchrelay.stores.step_files import DataReader, WantedBox
 from torchrelay.weights.record_chunks import RecordChunks, VolumeLayout, completing_runs, layouts_of
 
 
-class MirrorVolume:
+class PackedVolume:
     """Runs of one volume, packed. `base`: the snapshot whose bytes these are; None while they are
     in doubt. `verified`: whether all of them were compared with digests of the record, or with what
     another server has."""
@@ -50,11 +50,11 @@ class MirrorVolume:
         self.base, self._content = snapshot, _content(file)
 
 
-class Mirror:
+class PackedVolumes:
     """The volumes that a subscription needs bytes from, by name."""
 
     def __init__(self) -> None:
-        self.volumes: dict[str, MirrorVolume] = {}
+        self.volumes: dict[str, PackedVolume] = {}
 
     def plan(self, wanted: Iterable[WantedBox], record: Record) -> None:
         """Make room for boxes of volumes. Bytes that are here and still wanted stay."""
@@ -69,7 +69,7 @@ class Mirror:
             found = before.pop(name, None)
             if found is None or not found.is_of(one, layouts[name]):
                 found = None  # its memory is free before more is taken
-                found = MirrorVolume(one, boxes[name], layouts[name])
+                found = PackedVolume(one, boxes[name], layouts[name])
             self.volumes[name] = found
 
     def rename(self, old: str, new: str) -> None:
@@ -88,10 +88,10 @@ class Mirror:
         return sum(one.runs.total for one in self.volumes.values())
 
 
-class MirrorReader(DataReader):
-    """A volume, as far as the mirror has it."""
+class PackedReader(DataReader):
+    """A volume, as far as its bytes are packed here."""
 
-    def __init__(self, nbytes: int, volume: MirrorVolume | None) -> None:
+    def __init__(self, nbytes: int, volume: PackedVolume | None) -> None:
         self.nbytes, self._volume = nbytes, volume
 
     def read_into(self, position: int, view: memoryview) -> None:

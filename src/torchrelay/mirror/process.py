@@ -1,0 +1,155 @@
+"""The process that copies steps to a mirror, outside the trainer's interpreter.
+
+`start` runs it as a program with the descriptor of a socket; messages are those of the writer
+process. It is another one than that, so no save waits for a copy. It imports no torch, and ends
+when the trainer's end of the socket closes, in the middle of a copy, too: the next one continues.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+from contextlib import closing, suppress
+from typing import Any, Literal
+
+import msgspec
+
+from torchrelay.errors import DamagedError, RelayError, StepNotFoundError
+from torchrelay.mirror.step_copy import CopiedStep, copy_step, copy_token, discard_copy, presence
+from torchrelay.processes.child_process import trainer_at
+from torchrelay.processes.frames import receive_frame, send_frame
+from torchrelay.progress import Progress
+from torchrelay.stores.locate import open_store
+from torchrelay.stores.opening import OpenedStep, open_step
+from torchrelay.stores.store import Store
+
+MORE_NICE = 5  # than the writer process: saves go first
+
+Call = Literal["copy", "wait"]
+Outcome = Literal["", "copied", "gone", "damaged", "failed"]
+
+
+class CopyAnswer(msgspec.Struct, array_like=True):
+    """How far a copy is. `outcome`: empty while it is in progress; "gone" if the step was removed
+    or replaced meanwhile. `sizes`, `metrics`: of the step, once it is copied. `failure`: message,
+    phase and file of an error."""
+
+    done: int = 0
+    outcome: Outcome = ""
+    written: int = 0
+    sizes: dict[str, int] = {}
+    metrics: dict[str, float] = {}
+    failure: tuple[str, str | None, str | None] = ("", None, None)
+
+
+_requests = msgspec.msgpack.Decoder(tuple[Call, list[Any]])
+
+
+class _Copier:
+    """Its public methods are the calls. Each is answered at once, or within the time it takes."""
+
+    def __init__(self, link: socket.socket) -> None:
+        self._link = link
+        self._over = threading.Event()
+        self._answer = CopyAnswer()
+        self._left: tuple[Store, int, str] | None = None  # what the last copy left, by its token
+        self._cleaned = False
+
+    def serve(self) -> None:
+        with suppress(EOFError, ConnectionError):
+            while True:
+                call, arguments = _requests.decode(receive_frame(self._link))
+                answer = getattr(self, call)(*arguments)
+                send_frame(self._link, msgspec.msgpack.encode(answer))
+
+    def copy(self, source: str, target: str, step: int, timeout: float) -> CopyAnswer:
+        """Begin a copy, on a thread: the process may end before it does."""
+        self._over.clear()
+        self._answer = CopyAnswer()
+        stores = (open_store(source, timeout=timeout), open_store(target, timeout=timeout))
+        act = threading.Thread(target=self._run, args=(*stores, step), daemon=True)
+        act.start()
+        return self._answer
+
+    def wait(self, seconds: float) -> CopyAnswer:
+        """How far the copy is, when it is over or the time has passed."""
+        self._over.wait(seconds)
+        return self._answer
+
+    def _run(self, source: Store, target: Store, step: int) -> None:
+        answer = self._answer
+        try:
+            self._copy(source, target, step, answer)
+            answer.outcome = "copied"
+        except StepNotFoundError:
+            answer.outcome = "gone"
+        except RelayError as fault:
+            answer.failure = (fault.message, fault.phase, getattr(fault, "file", None))
+            answer.outcome = "damaged" if isinstance(fault, DamagedError) else "failed"
+        except Exception as fault:
+            answer.failure = (f"{type(fault).__name__}: {fault}", None, None)
+            answer.outcome = "failed"
+        finally:
+            self._over.set()
+
+    def _copy(self, source: Store, target: Store, step: int, answer: CopyAnswer) -> None:
+        """Copy a step, unless it is there already."""
+        with closing(open_step(source, step)) as opened:
+            record = opened.record
+            try:
+                answer.written = self._written(opened, target, answer).written
+            except RelayError:
+                if _is_other(source, step, opened):
+                    raise StepNotFoundError("it was removed or replaced", step=step) from None
+                if not presence(opened, target).whole:  # else another process has copied it
+                    raise
+            answer.sizes = {file.name: file.nbytes for file in record.volumes}
+            answer.metrics = dict(record.saved.metrics)
+        if not self._cleaned:
+            with suppress(OSError, RelayError):
+                target.clean()
+                self._cleaned = True
+
+    def _written(self, opened: OpenedStep, target: Store, answer: CopyAnswer) -> CopiedStep:
+        step = opened.record.step
+        assert step is not None
+        found = presence(opened, target)
+        if found.whole:
+            return CopiedStep(0, opened.record.volume_bytes)
+        token = copy_token(opened, found.replaces)
+        self._discard_older(step, token)
+        self._left = (target, step, token)
+
+        def show(progress: Progress) -> None:
+            answer.done = progress.done
+
+        copied = copy_step(opened, target, show, token=token, overwrite=bool(found.replaces))
+        self._left = None
+        return copied
+
+    def _discard_older(self, step: int, token: str) -> None:
+        """Remove what the copy of another step has left: that one is not continued."""
+        left, self._left = self._left, None
+        if left is not None and left[1:] != (step, token):
+            with suppress(OSError, RelayError):
+                discard_copy(*left)
+
+
+def _is_other(source: Store, step: int, opened: OpenedStep) -> bool:
+    """Whether a step was removed, or replaced by another save, since it was opened."""
+    try:
+        with closing(open_step(source, step)) as now:
+            return now.digest != opened.digest
+    except StepNotFoundError:
+        return True
+    except RelayError:
+        return False
+
+
+def serve(link: int) -> None:
+    """Answer on a socket, given by its descriptor, until its other end closes."""
+    with trainer_at(link) as end:
+        with suppress(OSError):
+            os.nice(MORE_NICE)
+        _Copier(end).serve()
