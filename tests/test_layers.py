@@ -46,6 +46,7 @@ LAYERS: list[set[str]] = [
     {"sources"},
     {"loading", "mirror"},
     {"inspection"},
+    {"replicas"},
     {"endpoint"},
     {"relay"},
     {"keeper"},

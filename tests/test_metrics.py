@@ -20,7 +20,7 @@ from tests.support.ranks import run_ranks
 from torchrelay import errors, metrics
 from torchrelay.checkpointer.share_writer import ShareWriter
 from torchrelay.metrics import INSTRUMENTS, OPERATIONS, Measurement
-from torchrelay.results import Outcome, Report
+from torchrelay.results import Differing, Outcome, Report
 
 pytest.importorskip("opentelemetry.sdk", reason="opentelemetry-sdk is not installed")
 
@@ -93,7 +93,7 @@ class Telemetry:
     def check_success(
         self,
         operation: str,
-        step: int,
+        step: int | None,
         route: str = "",
         rank: tuple[int, str] | None = None,
         least: int = STATE_BYTES,
@@ -104,7 +104,8 @@ class Telemetry:
         if rank is not None:
             said |= {"torchrelay.rank": rank[0], "torchrelay.role": rank[1]}
         routed = {**said, "torchrelay.route": route} if route else said
-        assert dict(span.attributes).items() >= {**routed, "torchrelay.step": step}.items()
+        numbered = {} if step is None else {"torchrelay.step": step}
+        assert dict(span.attributes).items() >= {**routed, **numbered}.items()
         (calls,) = self.points(metrics.DURATION, operation)
         assert calls.attributes == routed and calls.count == 1
         assert calls.sum == pytest.approx((span.end_time - span.start_time) / 1e9, abs=0.1)
@@ -206,6 +207,11 @@ def transfers(rank: int, group: Any, folder: Path) -> None:
         checkpointer.save(4, state())
         checkpointer.load(state())
     role = (rank, "member" if rank else "coordinator")
+    own = {"w": torch.full((9,), float(rank))}
+    assert not tr.compare_ranks(own, replicated="w").equal
+    made.check_success("compare_ranks", None, "", role, least=36)
+    counted = made.points(metrics.DIFFERING, "compare_ranks")
+    assert [one.sum for one in counted] == ([] if rank else [1])
     made.check_success("save", 4, "storage", role, least=0)  # one of them writes
     made.check_success("load", 4, "storage", role)
 
@@ -500,6 +506,8 @@ def test_prometheus_names_are_as_the_page_says(monkeypatch: pytest.MonkeyPatch) 
         measured.end(None, skipped="busy")
     with Measurement("send") as measured:
         measured.end(Report(None, 8, {}, {1: Outcome("failed", "gone")}))
+    with Measurement("compare_ranks") as measured:
+        measured.end(Report(None, 8, differing=(Differing("w", "parameter", (1,)),)))
     text = generate_latest(REGISTRY).decode()
     meters.shutdown()
     exported = set(re.findall(r"^# TYPE (torchrelay_\w+) (?:histogram|counter)", text, re.M))

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from torchrelay.pending import Pending
     from torchrelay.recovery.front import recover
     from torchrelay.relay import Relay
+    from torchrelay.replicas.front import compare_ranks
     from torchrelay.results import Loaded, Report
     from torchrelay.sources.access import Access
     from torchrelay.state.registry import register
@@ -42,6 +43,7 @@ __all__ = [
     "Pending",
     "Relay",
     "Report",
+    "compare_ranks",
     "errors",
     "init_process_group",
     "options",
@@ -63,6 +65,7 @@ _MODULES = {
     "torchrelay.pending": ("Pending",),
     "torchrelay.recovery.front": ("recover",),
     "torchrelay.relay": ("Relay",),
+    "torchrelay.replicas.front": ("compare_ranks",),
     "torchrelay.results": ("Loaded", "Report"),
     "torchrelay.sources.access": ("Access",),
     "torchrelay.state.registry": ("register",),

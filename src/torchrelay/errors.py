@@ -8,6 +8,7 @@
     ├── ResourceError              this machine lacks descriptors, threads or memory (an OSError)
     ├── UnsupportedSystemError     this call needs Linux
     ├── UnsupportedTorchError      this torch has moved a name that the call needs (an ImportError)
+    ├── ReplicaError               ranks that hold the same tensors have other values
     ├── RouteError                 the route that was asked for cannot be taken
     ├── StepMismatchError          the offered step is not the one asked for
     ├── ManifestError              bytes that are not a valid manifest
@@ -96,6 +97,15 @@ class UnsupportedSystemError(RelayError, NotImplementedError):
 class UnsupportedTorchError(RelayError, ImportError):
     """The call needs a private name of torch that this release of it does not have. The message
     says which. Nothing was done."""
+
+
+class ReplicaError(RelayError):
+    """Replicas that should be equal differ: a processor computed wrong numbers, or a rank drifted.
+    `differing` has paths and ranks. A step that was being saved is not committed."""
+
+    def __init__(self, message: str, *, differing: tuple[Any, ...] = (), **context: Any) -> None:
+        super().__init__(message, **context)
+        self.differing = differing
 
 
 class RouteError(RelayError):

@@ -23,7 +23,7 @@ OPERATION, PHASE, ROUTE = "torchrelay.operation", "torchrelay.phase", "torchrela
 RANK, ROLE, ERROR = "torchrelay.rank", "torchrelay.role", "error.type"
 OPERATIONS = (
     *("send", "recv", "save", "save_async", "mirror", "load"),
-    *("publish", "stage", "pull", "recover"),
+    *("publish", "stage", "pull", "recover", "compare_ranks"),
 )
 
 # OpenTelemetry's default boundaries are made for milliseconds.
@@ -55,7 +55,10 @@ SKIPS = Instrument("counter", "torchrelay.skips", "{call}", (), "Saves and publi
 LOST_PEERS = Instrument(
     "counter", "torchrelay.peers.failed", "{peer}", (), "Peers lost by calls that succeeded"
 )
-INSTRUMENTS = (DURATION, PHASES, STALL, BYTES, FAILURES, SKIPS, LOST_PEERS)
+DIFFERING = Instrument(
+    "counter", "torchrelay.replicas.differing", "{tensor}", (), "Replicas found to differ"
+)
+INSTRUMENTS = (DURATION, PHASES, STALL, BYTES, FAILURES, SKIPS, LOST_PEERS, DIFFERING)
 
 
 class _Ended(NamedTuple):
@@ -171,6 +174,8 @@ class Measurement:
                 record[PHASES](spent, {**routed, PHASE: phase})
             if lost := report.failed:
                 record[LOST_PEERS](len(lost), known)
+            if report.differing and known.get(ROLE) != "member":  # all ranks have the same ones
+                record[DIFFERING](len(report.differing), known)
 
     def _end_span(self, span: Any, outcome: _Ended) -> None:
         report, fault = outcome.report, outcome.fault

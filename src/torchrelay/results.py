@@ -5,6 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
+from torchrelay.errors import ReplicaError
+
+RANKS_SHOWN, PATHS_SHOWN = 16, 4  # in a message
+
 Peer = int | str  # a rank, or the name of a source: a URL, a directory
 
 
@@ -55,10 +59,23 @@ class Differing(NamedTuple):
     kind: str  # "parameter", "buffer", "optimizer state", "DTensor", "named"
     ranks: tuple[int, ...]
 
+    @property
+    def named_ranks(self) -> str:
+        """The ranks as text."""
+        more = ", ..." if len(self.ranks) > RANKS_SHOWN else ""
+        return ", ".join(map(str, self.ranks[:RANKS_SHOWN])) + more
+
     def __str__(self) -> str:
-        several = len(self.ranks) > 1
-        named = ", ".join(map(str, self.ranks[:16])) + ", ..." * (len(self.ranks) > 16)
-        return f"{self.path} ({self.kind}) on rank{'s' * several} {named}"
+        several = "s" if len(self.ranks) > 1 else ""
+        return f"{self.path} ({self.kind}) on rank{several} {self.named_ranks}"
+
+
+def replica_error(differing: tuple[Differing, ...], count: int) -> ReplicaError:
+    """The error for replicas that differ: the first of `count`."""
+    shown = "; ".join(map(str, differing[:PATHS_SHOWN]))
+    more = f"; and {count - PATHS_SHOWN} more" if count > PATHS_SHOWN else ""
+    text = f"ranks that hold the same tensors have other values: {shown}{more}"
+    return ReplicaError(text, differing=differing)
 
 
 @dataclass(frozen=True)

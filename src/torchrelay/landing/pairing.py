@@ -20,9 +20,9 @@ from torchrelay.state import tensors as t
 from torchrelay.state.backing import missing_memory
 from torchrelay.state.hints import with_hints
 from torchrelay.state.matching import (
-    Comparison,
     Matched,
     Pair,
+    TreeComparison,
     ends_of,
     listed,
     refuse_differences,
@@ -90,7 +90,7 @@ def _matched(
     chosen."""
     branches = _branches(offered, roots, choice)
     stubs = {path: -1 - number for number, path in enumerate(roots)}
-    found = Comparison(grafted(offered, stubs), grafted(into.flat.tree, stubs))
+    found = TreeComparison(grafted(offered, stubs), grafted(into.flat.tree, stubs))
     if strict:
         kinds = found.kinds
         if choice.guessed:  # planners take tuples of tensors for lists
@@ -144,14 +144,16 @@ def _add_objects(pairing: Pairing, options: LandingOptions) -> None:
 
 
 def _missing(
-    found: Comparison, branches: Mapping[Path, m.Node], choice: Selection
+    found: TreeComparison, branches: Mapping[Path, m.Node], choice: Selection
 ) -> Iterator[Path]:
     for path, node in ends_of(found.missing):
         if path in branches if _is_stub(node) else choice.takes(path):
             yield path
 
 
-def _extra(found: Comparison, branches: Mapping[Path, m.Node], choice: Selection) -> Iterator[Path]:
+def _extra(
+    found: TreeComparison, branches: Mapping[Path, m.Node], choice: Selection
+) -> Iterator[Path]:
     for path, node in ends_of(found.extra):
         if choice.guessed and not isinstance(node, int):
             continue  # planners drop empty containers

@@ -21,18 +21,20 @@ import xxhash
 from torchrelay.results import Differing
 from torchrelay.state.replicas import ReplicaKind
 
-LISTED = 256  # differing tensors that ranks are told of by name; more are counted
+LISTED = 256  # differing tensors that are listed by path; more are counted
 
 _encode = msgspec.msgpack.Encoder().encode
 
 
 class Replica(msgspec.Struct, array_like=True, frozen=True, gc=False):
-    """A tensor that this rank has in common with its team, and the digest of its bytes here."""
+    """A tensor that this rank has in common with its team, and the digest of its bytes here.
+    `layout`: its dtype and shape, where ranks may have others."""
 
     team: bytes
     path: str
     kind: ReplicaKind
     value: bytes
+    layout: str = ""
 
 
 TeamDigests = dict[bytes, bytes]
@@ -99,15 +101,15 @@ def disagreements(
     split: Mapping[bytes, Split], sent: Sequence[Iterable[Replica]]
 ) -> list[Disagreement]:
     """The tensors whose replicas differ, in the order of their paths. `sent`: by rank, what it was
-    requested to send. A path that not all ranks of the team have is no replica."""
+    requested to send. Ranks compare what all of the team have, in one layout."""
     found = []
     for team, one in split.items():
-        values: defaultdict[tuple[str, ReplicaKind], dict[int, bytes]] = defaultdict(dict)
+        values: defaultdict[tuple[str, ReplicaKind, str], dict[int, bytes]] = defaultdict(dict)
         for rank in one.speakers:
             for replica in sent[rank]:
                 if replica.team == team:
-                    values[replica.path, replica.kind][rank] = replica.value
-        for (path, kind), by_rank in values.items():
+                    values[replica.path, replica.kind, replica.layout][rank] = replica.value
+        for (path, kind, _), by_rank in values.items():
             if len(by_rank) == len(one.groups) and len(set(by_rank.values())) > 1:
                 every = {rank: by_rank[group[0]] for group in one.groups for rank in group}
                 found.append(disagreement(path, kind, every))
@@ -115,7 +117,7 @@ def disagreements(
 
 
 def disagreement(path: str, kind: ReplicaKind, values: Mapping[int, bytes]) -> Disagreement:
-    """Who is right, by the value that each rank has."""
+    """The ranks of a tensor, by the value that each has."""
     groups: defaultdict[bytes, list[int]] = defaultdict(list)
     for rank, value in sorted(values.items()):
         groups[value].append(rank)

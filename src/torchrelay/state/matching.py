@@ -80,7 +80,7 @@ class Difference(NamedTuple):
     here: str
 
 
-class Comparison:
+class TreeComparison:
     """Two trees side by side."""
 
     def __init__(self, offered: m.Node, here: m.Node) -> None:

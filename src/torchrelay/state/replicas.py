@@ -37,8 +37,8 @@ _OWN_STATISTICS = frozenset(("running_mean", "running_var"))
 
 
 class Replicas(NamedTuple):
-    """What a leaf is, and the ranks that hold it in common, as the default group counts them; none
-    stands for all that take part."""
+    """The kind of a leaf, and the ranks that hold it in common, as the default group counts them;
+    none stands for all that take part."""
 
     kind: ReplicaKind
     ranks: tuple[int, ...]
@@ -142,7 +142,7 @@ def _unwrapped(module: Any) -> Any:
     if isinstance(module, (DistributedDataParallel, DataParallel)):
         return module.module
     compiled: Any = isinstance(module, compiled_modules())
-    return module._orig_mod if compiled else None
+    return module.get_submodule("_orig_mod") if compiled else None
 
 
 def _has_own_statistics(module: torch.nn.Module, name: str) -> bool:

@@ -1,0 +1,1 @@
+"""Ranks compare what they hold in common."""
