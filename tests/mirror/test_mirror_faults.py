@@ -26,13 +26,14 @@ import torchrelay as tr
 from tests.support.forks import servers, take_environment
 from tests.support.ranks import RankPool
 from tests.support.rounds import rounds
-from tests.support.s3 import LOSE, S3
+from tests.support.s3 import DROP, LOSE, S3
 from tests.support.saved import equal, state
 from tests.support.saver import is_gone
 
 SECONDS = 90.0
 STEPS = 50
 SEED = 20
+MODES = ("works", "works", "fails", "refuses", "loses", "stalls", "dies")
 
 
 def train(root: str, url: str, environment: dict[str, str], keep: int, link: Connection) -> None:
@@ -105,7 +106,7 @@ def job_at(root: Path, url: str, keep: int = 2) -> Iterator[Job]:
 
 
 class Service:
-    """A bucket's service that can be made to fail (503), stall or lose answers."""
+    """A bucket's service that can be made to fail (503), refuse, stall, lose answers or be dead."""
 
     def __init__(self, s3: S3, rng: random.Random) -> None:
         self.s3, self._rng = s3, rng
@@ -121,6 +122,9 @@ class Service:
 
     def _verdict(self, method: str, path: str) -> int | None:
         mode, freed = self.mode, self._freed
+        if mode == "dies":
+            self.seen.set()
+            return DROP
         if mode == "works" or method in ("GET", "HEAD"):
             return None
         self.seen.set()
@@ -166,11 +170,12 @@ def test_steps_are_copied_whatever_happens_to_service_trainer_and_copies(
     rng, url = random.Random(SEED), s3.url("mirror")
     service = Service(s3, rng)
     root, last, done, kills = tmp_path / "root", rounds(STEPS), 0, {"trainer": 0, "copier": 0}
-    while done < last:
+    closed = False
+    while not closed:
         with job_at(root, url) as job:
             assert job.begun == done
             while done < last:
-                service.turn(rng.choice(["works", "works", "fails", "refuses", "loses", "stalls"]))
+                service.turn(rng.choice(MODES))
                 done = job.ask("save")
                 if service.mode != "works" and rng.random() < 0.7:
                     service.seen.wait(2)  # the copy has come so far
@@ -188,6 +193,7 @@ def test_steps_are_copied_whatever_happens_to_service_trainer_and_copies(
             else:
                 service.turn("works")
                 job.close()
+                closed = True
         service.turn("works")
         check_mirror(url)
     print(kills)

@@ -4,7 +4,7 @@
     s3.without = names        headers that the door drops, as a server would that ignores them
     s3.requests               what came in so far: (method, path with query, headers)
     s3.hook = fn              fn(method, path) is called before a request goes on to the server.
-                              It may wait, return an HTTP status to refuse it with, or LOSE.
+                              It may wait, return an HTTP status to refuse it with, LOSE or DROP.
 
 The fixture needs moto's server, which checks no signatures: requests pass through the door as they
 are.
@@ -28,6 +28,7 @@ import pytest
 BUCKET = "bucket"
 SIGNED = "AWS4-HMAC-SHA256 Credential=loopback/20260101/us-east-1/s3/aws4_request"
 LOSE = -1  # carry the request out and drop the connection instead of answering
+DROP = -2  # drop the connection, as a server does that is dead
 
 Hook = Callable[[str, str], int | None]
 
@@ -100,6 +101,9 @@ class _Handler(BaseHTTPRequestHandler):
         for name in s3.without:
             headers.pop(name, None)
         verdict = s3.hook(self.command, self.path) if s3.hook else None
+        if verdict == DROP:
+            self.close_connection = True
+            return
         if verdict is None or verdict == LOSE:
             # moto looks whether an object is there and then writes it; S3 does both at once.
             with s3.writing if self.command in ("PUT", "POST") else nullcontext():
