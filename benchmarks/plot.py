@@ -150,3 +150,29 @@ def plot_training(found: dict[str, Any], path: Path) -> bool:
     )
     figure.savefig(path, dpi=120)
     return True
+
+
+def plot_reuse(found: dict[str, Any], path: Path) -> bool:
+    """Write a PNG of the bytes that each step writes, with reuse and without."""
+    try:
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+    except ImportError:
+        return False
+    row = found["rows"][0]
+    figure = Figure(figsize=(8, 3.6), layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.subplots()
+    steps = range(1, found["saves"] + 1)
+    for way, label, color in (("all", "without reuse", LESS), ("reuse", "with reuse", MORE)):
+        values = [nbytes / 1e6 for nbytes in row["written"][way]]
+        axes.plot(steps, values, color=color, marker=".", label=label)
+    axes.axhline(row["trained_bytes"] / 1e6, color=EVEN, linewidth=1, label="trained")
+    axes.set_yscale("log")
+    axes.set_xlabel("step")
+    axes.set_ylabel("MB written")
+    axes.legend(frameon=False)
+    axes.spines[["top", "right"]].set_visible(False)
+    figure.suptitle(f"Bytes of a step: {row['case']}, {found['ranks']} ranks", fontsize=11)
+    figure.savefig(path, dpi=120)
+    return True

@@ -33,6 +33,10 @@ class CheckpointerOptions:
     - `memory_budget`: most bytes of the staged copy of `save_async`; None: one copy of the state.
     - `signals`: the signals that `reached_preemption` reacts to.
     - `read_only`: clean nothing up at the start, and refuse to save or delete.
+    - `reuse`: take data files that did not change from the step before, in place of writing them
+      again: as hard links, or as copies that a bucket's service makes. A damaged one is damaged in
+      every step that has it.
+    - `full_every`: write everything in every so many saves.
     """
 
     file_bytes: int | None = FILE_BYTES
@@ -40,9 +44,11 @@ class CheckpointerOptions:
     memory_budget: int | None = None
     signals: Sequence[signal.Signals] = (signal.SIGTERM,)
     read_only: bool = False
+    reuse: bool = True
+    full_every: int | None = None
 
     def __post_init__(self) -> None:
-        _check_numbers(self, int, "file_bytes", "memory_budget", optional=True)
+        _check_numbers(self, int, "file_bytes", "memory_budget", "full_every", optional=True)
         if not isinstance(self.signals, Iterable):
             raise UsageError(f"signals is a list of signals, not {self.signals!r}")
 

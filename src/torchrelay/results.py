@@ -92,6 +92,8 @@ class Report:
     verified: bool = True  # whether digests were compared
     instead: dict[str, str] = field(default_factory=dict)  # faster routes: why none was taken
     traffic: Traffic = field(default_factory=Traffic)
+    bytes_written: int | None = None  # of a save, by this rank
+    bytes_reused: int = 0  # by a save, of the step before: they had not changed
     skipped: str | None = None  # why nothing was saved, published or staged
     differing: tuple[Differing, ...] = ()  # replicas that a save found to differ, the first 256
 
@@ -155,7 +157,8 @@ class Report:
         over = f" over {self.traffic.connections} connections" if self.traffic.connections else ""
         speed = self.bytes / spent / 1e9 if spent else 0.0
         rate = f", {speed:.2f} GB/s" if speed >= 0.01 else ""
-        lines = [f"{step}{self.bytes} bytes{route}{over} in {spent:.3g} s{rate}"]
+        reused = f", {self.bytes_reused} of them reused" if self.bytes_reused else ""
+        lines = [f"{step}{self.bytes} bytes{reused}{route}{over} in {spent:.3g} s{rate}"]
         if self.skipped is not None:
             lines = [f"{step}skipped: {self.skipped}"]
         lines += map(str, self.attempts)

@@ -13,7 +13,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 import torchrelay as tr
 from tests.support.ranks import RankPool
-from tests.support.s3 import BUCKET, S3
+from tests.support.s3 import BUCKET, LOSE, S3
 
 
 def job(seed: int) -> dict[str, Any]:
@@ -125,3 +125,69 @@ def test_ranks(s3: S3, pool2: RankPool) -> None:
     assert pool2.run(save_together, url, env, timeout=90) == [True, True]
     with tr.Checkpointer(url, timeout=60) as held:
         assert torch.equal(held.load(step=1).state["model"]["w"], torch.arange(35.0).view(7, 5))
+
+
+def test_what_did_not_change_is_copied_by_the_service(s3: S3) -> None:
+    torch.manual_seed(0)
+    model = torch.nn.ModuleDict(
+        {"base": torch.nn.Linear(1024, 2048), "head": torch.nn.Linear(9, 9)}
+    )
+    model["base"].requires_grad_(False)
+    trained = sum(one.nbytes for one in model["head"].parameters())
+    with tr.Checkpointer(s3.url("runs/a"), timeout=60) as held:
+        for step in (1, 2, 3):
+            with torch.no_grad():
+                model["head"].weight += 1
+            s3.requests.clear()
+            if step == 2:
+                report = held.save_async(step, {"model": model}).result(60)
+                assert isinstance(report, tr.Report)
+            else:
+                report = held.save(step, {"model": model})
+            data = [one for one in s3.requests if one.method in ("PUT", "POST")]
+            data = [one for one in data if "manifest.json" not in one.path]
+            copies = [one for one in data if "x-amz-copy-source" in one.headers]
+            sent = sum(int(one.headers.get("content-length", 0)) for one in data)
+            if step > 1:
+                assert len(copies) == 1 and report.bytes_reused > 8 << 20
+                assert sent < 1.1 * trained + 4096, sent  # headers, and the index
+                assert len(s3.requests) <= 16, s3.seen("")
+        for step in (1, 3):
+            held.delete(step)
+        got = held.load(step=held.verify(2)).state["model"]
+        assert torch.equal(got["base.weight"], model["base"].weight)
+
+
+@pytest.mark.parametrize("refused", [501, 403, 500])
+def test_a_service_that_does_not_copy_gets_the_bytes(s3: S3, refused: int) -> None:
+    model = torch.nn.Linear(1024, 512).requires_grad_(False)
+
+    def hook(method: str, path: str) -> int | None:
+        last = s3.requests[-1]
+        return refused if "x-amz-copy-source" in last.headers else None
+
+    s3.hook = hook
+    with tr.Checkpointer(s3.url("runs/a"), timeout=60) as held:
+        for step in (1, 2):
+            report = held.save(step, {"model": model})
+            assert report.bytes_reused == 0 and report.bytes_written == report.bytes
+            assert bool(report.instead) == (step == 2)
+            assert held.verify(step) == step
+
+
+def test_a_copy_whose_answer_is_lost(s3: S3) -> None:
+    model = torch.nn.Linear(1024, 512).requires_grad_(False)
+    lost: list[str] = []
+
+    def hook(method: str, path: str) -> int | None:
+        if "x-amz-copy-source" in s3.requests[-1].headers and not lost:
+            lost.append(path)
+            return LOSE
+        return None
+
+    s3.hook = hook
+    with tr.Checkpointer(s3.url("runs/a"), timeout=60) as held:
+        for step in (1, 2):
+            held.save(step, {"model": model})
+            assert held.verify(step) == step
+    assert lost

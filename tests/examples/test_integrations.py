@@ -43,3 +43,17 @@ def test_it_runs_and_continues(name: str, tmp_path: Path) -> None:
         int(one.name.removeprefix("step-")) for one in (tmp_path / "run" / "steps").glob("step-*")
     )
     assert steps and steps[-1] >= 20
+
+
+def test_lora_writes_what_changed(tmp_path: Path) -> None:
+    script = EXAMPLES / "lora" / "train.py"
+    assert len(script.read_text().splitlines()) <= 60
+    words = ("--folder", "run", "--width", "512", "--steps")
+    first, second = (
+        run_program(str(script), *words, steps, folder=tmp_path, seconds=100) for steps in "52"
+    )
+    assert first.code == second.code == 0, first.output + second.output
+    lines = [line for line in (first.output + second.output).splitlines() if "reused" in line]
+    assert [int(line.split()[1].rstrip(":")) for line in lines] == [1, 2, 3, 4, 5, 6, 7]
+    reused = [float(line.split()[-3]) for line in lines]
+    assert reused[0] == 0 and all(one > 8 for one in reused[1:]), lines

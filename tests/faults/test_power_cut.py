@@ -28,6 +28,7 @@ import torchrelay as tr
 from tests.support import saver
 from tests.support.cuts import CONTENTS, Cut, CutFiles, Disk, NoExchange, Tree, plant, stores_with
 from tests.support.saved import state, training, which
+from torchrelay.shares import resting
 from torchrelay.stores.local.store import LocalStore
 from torchrelay.stores.tokens import new_token
 from torchrelay.stores.writer import file_writer as writing
@@ -73,6 +74,9 @@ SCENARIOS = {
     "overwrite by renames": Scenario({1: 1}, save(1, 2, overwrite=True), {1: 2}, NoExchange),
     "delete": Scenario({1: 1, 2: 2}, lambda root: tr.Checkpointer(root).delete(1), {2: 2}),
     "prune": Scenario({1: 1, 2: 2}, save(3, 3, keep=tr.KeepLast(1)), {3: 3}),
+    "nothing changed": Scenario({1: 1}, save(2, 1), {1: 1, 2: 1}),
+    "nothing changed, overwrite": Scenario({1: 1}, save(1, 1, overwrite=True), {1: 1}),
+    "nothing changed, prune": Scenario({1: 1, 2: 1}, save(3, 1, keep=tr.KeepLast(1)), {3: 1}),
     "clean": Scenario({1: 1, 7: 7}, tr.Checkpointer, {1: 1, 7: 7}, prepare=leave_things),
 }
 
@@ -81,6 +85,7 @@ SCENARIOS = {
 def one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
     """Files are synced in their order, so that the same number is the same call each time."""
     monkeypatch.setattr(writing, "FINISHERS", 1)
+    monkeypatch.setattr(resting, "LEAST_BYTES", 1)  # files of any size are taken over
 
 
 @pytest.fixture
@@ -239,6 +244,15 @@ class Skips(CutFiles):
     def _call(self, kind: str, path: str, data: Any = None) -> None:
         super()._call(kind, path, data)
         self.journal[:] = [call for call in self.journal if call.kind != self.skipped]
+
+
+def test_what_did_not_change_is_linked(quick: Path) -> None:
+    """So the scenarios above stop before, at and after such a call."""
+    for name, scenario in SCENARIOS.items():
+        files = scenario.files()
+        assert run(scenario, prepared(scenario, quick / name.replace(" ", "-")), files)
+        links = [call for call in files.journal if call.kind == "link"]
+        assert bool(links) == name.startswith("nothing changed"), name
 
 
 @pytest.mark.parametrize("kind", ["sync", "sync_dir"])

@@ -107,6 +107,13 @@ class CutFiles(Files):
             super().rename(old, new)
             self.journal.append(Call("rename", old, new))
 
+    def link(self, name: str, within: int | str, path: str) -> None:
+        folder = Path(f"/proc/self/fd/{within}").readlink() if isinstance(within, int) else within
+        with self._lock:
+            self._call("link", path)
+            super().link(name, within, path)
+            self.journal.append(Call("link", path, f"{folder}/{name}"))
+
     def exchange(self, one: str, other: str) -> bool:
         with self._lock:
             self._call("exchange", one, other)
@@ -286,6 +293,9 @@ class Disk:
         elif call.kind == "create":
             self._open[call.path] = _File()
             parent.change("add", name, self._open[call.path])
+        elif call.kind == "link":
+            beside, other = self._parent(call.data)
+            parent.change("add", name, beside.now[other])
         elif call.kind == "write":
             self._open[call.path].write(*call.data)
         elif call.kind == "sync":

@@ -24,7 +24,9 @@ def state(seed: int, *, rows: int = 8) -> dict[str, Any]:
 
 
 def training(step: int) -> dict[str, Any]:
-    """A model and the state of its AdamW, 1.5 MB, all of it made of the step."""
+    """A model and the state of its AdamW, 1.5 MB, all of it made of the step; and 1.2 MB that are
+    the same at every step, in a file of their own."""
+    frozen = torch.Generator().manual_seed(7)
     make = torch.Generator().manual_seed(1000 + step)
     weights = [torch.randn(256, 256, generator=make), torch.randn(256, generator=make)]
     moments = {
@@ -39,6 +41,7 @@ def training(step: int) -> dict[str, Any]:
         "model": {"weight": weights[0], "bias": weights[1], "head": weights[0][:2] * 2},
         "optim": {"state": moments, "param_groups": [{"lr": 1 / (step + 1), "params": [0, 1]}]},
         "big": torch.randn(256, 700, generator=make),
+        "base": {"weight": torch.randn(600, 500, generator=frozen)},
         "step": step,
     }
 

@@ -44,7 +44,7 @@ class StepCatalog:
         """`retained`: steps that stay for now, whatever the policy says."""
         self.store = store
         self._keep, self._retained = keep, retained
-        self._damaged: set[int] = set()  # steps that a load found damaged
+        self.damaged: set[int] = set()  # steps that a load found damaged
         self._checked: dict[int, _Checked] = {}
 
     @property
@@ -97,7 +97,7 @@ class StepCatalog:
 
     def note_damaged(self, steps: Iterable[int]) -> None:
         """A load found steps damaged: they count neither for retention nor as the newest."""
-        self._damaged.update(steps)
+        self.damaged.update(steps)
 
     # Before a save.
 
@@ -130,7 +130,7 @@ class StepCatalog:
         """
         with storage_faults("list the steps", self.url):
             listing = self.store.listing()
-        newer = [found for found in listing if found > step and found not in self._damaged]
+        newer = [found for found in listing if found > step and found not in self.damaged]
         if not newer or (overwrite and step in self.steps()):
             return listing
         newest = next(filter(self.holds, reversed(newer)), None)
@@ -148,7 +148,7 @@ class StepCatalog:
     def prune(self, committed: int, sizes: Mapping[str, int], metrics: Mapping[str, float]) -> None:
         """Remove the steps that the policy does not want, and never the one just committed, which
         has files of these sizes and these metrics. Never fails."""
-        self._damaged.discard(committed)
+        self.damaged.discard(committed)
         if isinstance(self._keep, KeepAll):
             return
         try:
@@ -184,7 +184,7 @@ class StepCatalog:
             before = self._checked.get(step)
             if step == committed:
                 intact[step] = saved._replace(shown=shown)
-            elif step in self._damaged:
+            elif step in self.damaged:
                 continue
             elif (
                 before is not None
@@ -210,7 +210,7 @@ class StepCatalog:
     # Removing.
 
     def delete(self, step: int, listing: Listing | None = None) -> None:
-        self._damaged.discard(step)
+        self.damaged.discard(step)
         self._checked.pop(step, None)
         with storage_faults("delete", self.url, step):
             try:

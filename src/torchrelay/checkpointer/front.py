@@ -98,7 +98,7 @@ class Checkpointer:
             fitting = _fitting(keeper, self._ranks)
             writer = ShareWriter(self._store, chosen.memory_budget, chosen.stage_on, fitting)
             hooks = SaverHooks(self._stored.committed, self._stored.rollback)
-            self._saver = Saver(self._ranks, self._catalog, writer, chosen.file_bytes, hooks)
+            self._saver = Saver(self._ranks, self._catalog, writer, chosen, hooks)
             self._preemption = Preemption(self._ranks, chosen.signals, self._timeout)
             self._closed = False
             self._calls = threading.RLock()
@@ -476,6 +476,8 @@ def _check_arguments(keeper: object, chosen: CheckpointerOptions) -> None:
     if memory_budget is not None and memory_budget < MIN_BUDGET:
         raise UsageError(f"memory_budget is at least {MIN_BUDGET} bytes, not {memory_budget}")
     _check_choice("stage_on", chosen.stage_on, ("auto", "host", "device"))
+    if chosen.full_every is not None and chosen.full_every < 1:
+        raise UsageError(f"full_every is a positive number or None, not {chosen.full_every}")
     if file_bytes is not None and file_bytes < 1:
         raise UsageError(f"file_bytes is a positive number or None, not {file_bytes}")
 

@@ -18,13 +18,16 @@ out then whether the step is there.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from enum import Enum
 from functools import partial
+from typing import Annotated
 
 import msgspec
 
 from torchrelay.checkpointer.catalog import StepCatalog
-from torchrelay.checkpointer.share_writer import Save, ShareWriter, StagedShare
+from torchrelay.checkpointer.previous import Previous, PreviousSteps
+from torchrelay.checkpointer.share_writer import Save, ShareWriter, StagedShare, WrittenShare
 from torchrelay.coordination.call import returned
 from torchrelay.coordination.coordinator import Coordinator
 from torchrelay.coordination.messages import decoded
@@ -32,15 +35,25 @@ from torchrelay.errors import CheckpointError, StorageTimeoutError
 from torchrelay.memory.bounded import bounded
 from torchrelay.pending import logger
 from torchrelay.record.encoding import encode
-from torchrelay.record.schema import Record
 from torchrelay.results import Outcome, Report
 from torchrelay.shares.commit_record import commit_record, decode_shares
 from torchrelay.shares.planner import PlannedShare, SharePlanner
+from torchrelay.shares.share import Share
 from torchrelay.shares.step_draft import GRACE, StepDraft
+from torchrelay.state.frozen import frozen_storages
 from torchrelay.stores.tokens import new_token
 
-# Token, id and path or URL of a draft, as the coordinator has them.
-_begun = msgspec.msgpack.Decoder(tuple[str, str, str])
+
+class _ShareReport(msgspec.Struct, array_like=True, frozen=True):
+    """What a rank has written: its part of the record, and the bytes that it reused."""
+
+    record: bytes
+    reused: Annotated[int, msgspec.Meta(ge=0)]
+
+
+# Token, id and path or URL of a draft, as the coordinator has them; and the step to take files of.
+_begun = msgspec.msgpack.Decoder(tuple[str, str, str, Previous | None])
+_reports = msgspec.msgpack.Decoder(_ShareReport)
 _encode = msgspec.msgpack.Encoder().encode
 
 
@@ -63,13 +76,15 @@ class SaveAttempt:
         catalog: StepCatalog,
         planner: SharePlanner,
         writer: ShareWriter,
+        steps: PreviousSteps | None,
     ) -> None:
         self.save, self._ranks, self._catalog = save, ranks, catalog
-        self._planner, self._writer = planner, writer
+        self._planner, self._writer, self._steps = planner, writer, steps
+        self._previous: Previous | None = None
         self.stage = SaveStage.NEW
         self._planned: PlannedShare | None = None
         self._staged: StagedShare | None = None
-        self._written: Record | None = None
+        self._written: WrittenShare | None = None
 
     def begin(self, wait: Callable[[float], None]) -> None:
         """Create the draft, once the save before has ended: `wait` raises unless it does so within
@@ -89,13 +104,16 @@ class SaveAttempt:
             )
             draft.begin(listing)
             save.draft = draft
-            answer = _encode((draft.token, draft.id, draft.files.place))
+            if self._steps is not None:
+                choose = partial(self._steps.choose, listing)
+                self._previous = bounded(choose, deadline.early(), "look at the step before")
+            answer = _encode((draft.token, draft.id, draft.files.place, self._previous))
             return [answer] * self._ranks.world
 
         save.call.at("waiting for the save before")
         begun = save.call.round("begin", mine, decide, deadline)
         if save.draft is None:
-            name, id_, place = decoded(_begun, begun, rank=0)
+            name, id_, place, self._previous = decoded(_begun, begun, rank=0)
             draft = StepDraft(store, save.step, name, deadline.early, overwrite=save.overwrite)
             draft.id = id_
             draft.check_visible(self._ranks.rank, place)
@@ -107,13 +125,27 @@ class SaveAttempt:
         save = self.save
 
         def check_space(nbytes: int) -> None:
-            act = partial(self._catalog.check_space, nbytes)
+            # What rested last time will rest, mostly; what does not is written, if there is room.
+            reused = self._previous.reused if self._previous is not None else 0
+            act = partial(self._catalog.check_space, max(0, nbytes - reused))
             bounded(act, save.deadline.early(), "look for free space", file=self._catalog.url)
 
         with save.watch("plan"):
             save.call.at("planning")
             self._planned = self._planner.plan(state, save.call, save.deadline, check_space)
+            self._plan_reuse(state, self._planned.share)
         self.stage = SaveStage.PLANNED
+
+    def _plan_reuse(self, state: object, share: Share) -> None:
+        """Have the share take what did not change from the step before, once it is hashed."""
+        steps, draft = self._steps, self.save.draft
+        if steps is None or draft is None:
+            return
+        act = partial(steps.known, self._previous)
+        known = bounded(act, self.save.deadline.early(), "look at the step before")
+        if not steps.reuse.begun:
+            steps.reuse.begin(share, frozen_storages(state), known)
+        self.save.decide = partial(steps.reuse.decide, step=known, draft=draft.files)
 
     def write(self) -> None:
         """Write this rank's share, from where it is."""
@@ -136,7 +168,7 @@ class SaveAttempt:
         assert self._staged is not None
         self.save.call.at(self._staged.share.phase)
         with self.save.watch("write"):
-            self._written = self._staged.share.written(self._staged.finish())
+            self._written = self._staged.finish()
         self.stage = SaveStage.WRITTEN
 
     def commit(self) -> Report:
@@ -144,18 +176,31 @@ class SaveAttempt:
         `give_up`."""
         self._enter(SaveStage.WRITTEN)
         assert self._planned is not None and self._written is not None
-        save, planned, payload = self.save, self._planned, encode(self._written)
+        save, planned, written = self.save, self._planned, self._written
+        payload = _encode(_ShareReport(encode(written.record), written.reused))
         sizes: dict[str, int] = {}
 
-        def decide(records: list[bytes]) -> list[bytes]:
+        def decide(messages: list[bytes]) -> list[bytes]:
             assert planned.outlined is not None and save.draft is not None
-            shares = decode_shares(save.step, records)
+            reports = [decoded(_reports, data, rank) for rank, data in enumerate(messages)]
+            shares = decode_shares(save.step, [one.record for one in reports])
+            reused = sum(one.reused for one in reports)
+            since_full = self._previous.since_full + 1 if reused and self._previous else 0
             record = commit_record(
-                save.step, shares, planned.outlined, metrics=save.metrics, names=planned.names
+                save.step,
+                shares,
+                planned.outlined,
+                metrics=save.metrics,
+                names=planned.names,
+                reused=(reused, since_full),
             )
             save.draft.commit(record)
             sizes.update((file.name, file.nbytes) for file in record.volumes)
-            return [b""] * len(records)
+            if self._steps is not None:
+                act = partial(self._steps.saved, save.step, save.draft.token, reused, since_full)
+                with suppress(StorageTimeoutError):
+                    bounded(act, max(GRACE, save.deadline.left()), "look at the step")
+            return [b""] * len(messages)
 
         with save.watch("commit"):
             try:
@@ -165,12 +210,21 @@ class SaveAttempt:
             finally:
                 save.call.drain()
         self.stage = SaveStage.COMMITTED
+        if self._steps is not None and save.draft is not None:
+            self._steps.reuse.committed(save.draft.token, written.share, written.digests)
         if self._ranks.coordinates:
             self._prune(sizes)
         url, seconds = f"{self._catalog.url}/step-{save.step}", dict(save.watch.seconds)
-        peers: dict[int | str, Outcome] = {url: Outcome(route="storage")}
-        nbytes = planned.share.nbytes
-        return Report(save.step, nbytes, seconds, peers, differing=planned.differing)
+        return Report(
+            save.step,
+            written.share.nbytes,
+            seconds,
+            {url: Outcome(route="storage")},
+            bytes_written=written.share.nbytes - written.reused,
+            bytes_reused=written.reused,
+            instead=written.instead,
+            differing=planned.differing,
+        )
 
     def _find_outcome(self, fault: BaseException) -> None:
         """The commit failed, or this rank had no answer. Raises unless the step is in place."""
@@ -203,6 +257,8 @@ class SaveAttempt:
         self._discard()
 
     def _discard(self) -> None:
+        if self._steps is not None and self._previous is not None:
+            self._steps.refuse(self._previous)
         if self._ranks.coordinates and self.save.draft is not None:
             self.save.draft.discard()
 

@@ -15,6 +15,7 @@ from typing import NamedTuple
 import msgspec
 
 from torchrelay.checkpointer.catalog import StepCatalog
+from torchrelay.checkpointer.previous import PreviousSteps
 from torchrelay.checkpointer.save_attempt import SaveAttempt
 from torchrelay.checkpointer.share_writer import Save, ShareWriter
 from torchrelay.coordination.coordinator import Coordinator
@@ -22,9 +23,11 @@ from torchrelay.deadlines import Deadline
 from torchrelay.errors import CheckpointError, StorageTimeoutError, UsageError
 from torchrelay.memory import threads
 from torchrelay.memory.bounded import bounded
+from torchrelay.options import CheckpointerOptions
 from torchrelay.pending import Pending
 from torchrelay.results import Report
 from torchrelay.shares.planner import SharePlanner
+from torchrelay.shares.reuse import Reuse
 
 _encode = msgspec.msgpack.Encoder().encode
 
@@ -51,19 +54,25 @@ class Saver:
         ranks: Coordinator,
         catalog: StepCatalog,
         writer: ShareWriter,
-        file_bytes: int | None,
+        options: CheckpointerOptions,
         hooks: SaverHooks,
     ) -> None:
         self._hooks = hooks
         self._ranks = ranks
         self._catalog = catalog
         self.writer = writer
+        file_bytes = options.file_bytes
         self._planner = SharePlanner(ranks.rank, ranks.world, file_bytes, ranks.members)
+        self._steps: PreviousSteps | None = None
+        if options.reuse:
+            reuse = Reuse(ranks.rank, ranks.world, file_bytes)
+            self._steps = PreviousSteps(catalog, reuse, options.full_every)
         self.failures = 0  # of asynchronous saves
         self.pending: Pending | None = None  # the last asynchronous save
 
     def _attempt(self, save: Save) -> SaveAttempt:
-        return SaveAttempt(save, self._ranks, self._catalog, self._planner, self.writer)
+        parts = self._ranks, self._catalog, self._planner, self.writer
+        return SaveAttempt(save, *parts, self._steps)
 
     def save(self, save: Save, state: object) -> Report:
         """Write a state and return when it is committed."""

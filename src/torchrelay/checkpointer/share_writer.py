@@ -30,7 +30,7 @@ from torchrelay.shares.share import Pipeline, Share, arena_bytes
 from torchrelay.shares.step_draft import StepDraft
 from torchrelay.stores.store import Store
 from torchrelay.stores.writer.client import WriterProcess, WriterSave
-from torchrelay.stores.writer.file_writer import WORKERS, FileWriter
+from torchrelay.stores.writer.file_writer import WORKERS, FileWriter, Written
 
 if TYPE_CHECKING:
     from torchrelay.keeper.front import Keeper
@@ -50,14 +50,45 @@ class Save:
     metrics: Mapping[str, float] = field(default_factory=dict)
     watch: Stopwatch = field(default_factory=Stopwatch)
     draft: StepDraft | None = None
+    # Of a share whose memory does not change meanwhile: the same, with files of the step before.
+    decide: Callable[[Share], Share] = lambda share: share
+
+
+class WrittenShare(NamedTuple):
+    """A share that was written, and the digests of its files' chunks. `copied` is as in `Written`.
+    `reused`: bytes that did not have to be written."""
+
+    share: Share
+    digests: list[bytes]
+    copied: dict[str, str]
+
+    @classmethod
+    def of(cls, share: Share, written: Written) -> WrittenShare:
+        return cls(share, *written)
+
+    @property
+    def record(self) -> Record:
+        """The report of what was written."""
+        return self.share.written(self.digests)
+
+    @property
+    def instead(self) -> dict[str, str]:
+        """Why files that did not change had to be written all the same."""
+        why = next(iter(self.copied.values()), None)
+        return {} if why is None else {"link": why}
+
+    @property
+    def reused(self) -> int:
+        files = [file for file in self.share.files if file.source is not None]
+        return sum(file.nbytes for file in files if file.name not in self.copied)
 
 
 class StagedShare(NamedTuple):
-    """A share that was copied; `finish` writes it and returns the digests of its files' chunks.
-    `release` is called in the end, with or without success."""
+    """A share that was copied; `finish` writes it. `release` is called in the end, with or without
+    success."""
 
     share: Share
-    finish: Callable[[], list[bytes]]
+    finish: Callable[[], WrittenShare]
     release: Callable[[], None] = lambda: None
 
 
@@ -92,35 +123,36 @@ class ShareWriter:
 
     # From this process, while the caller waits.
 
-    def write(self, save: Save, share: Share) -> Record:
+    def write(self, save: Save, share: Share) -> WrittenShare:
         """Write a share; gives up at the deadline."""
         writers: list[FileWriter] = []
         work = partial(self._write, save, share, writers)
         save.call.at(share.phase)
         settle()
         try:
-            return share.written(bounded(work, save.deadline.early(), "write the step"))
+            return bounded(work, save.deadline.early(), "write the step")
         except StorageTimeoutError as overdue:
             overdue.phase = overdue.phase or "write"
             overdue.file = overdue.file or (writers[0].current if writers else None)
             raise
 
-    def _write(self, save: Save, share: Share, writers: list[FileWriter]) -> list[bytes]:
+    def _write(self, save: Save, share: Share, writers: list[FileWriter]) -> WrittenShare:
         assert save.draft is not None
+        share = save.decide(share)
         arena, base = None, 0
         if not share.on_host:
             share.hash_on_devices()
             arena = self._take_arena(share, self._budget or BLOCKING_ARENA)
             base = arena.address
-        progress = Bar(save.progress, share.nbytes).add
+        progress = Bar(save.progress, share.bytes_to_write).add
         with FileWriter(save.draft.files, share.files, progress, base) as writer:
             writers.append(writer)
             if arena is not None:
                 return self._staged(save, share, arena, writer).finish()
             writer.write(share.ranges())
-            digests = writer.finish()
+            written = writer.finish()
             share.check_unchanged()
-            return digests
+            return WrittenShare.of(share, written)
 
     def _take_arena(self, share: Share, budget: int | None) -> Arena:
         """The arena, enlarged if it is too small: for all of a share, or at most a budget.
@@ -130,7 +162,7 @@ class ShareWriter:
         """
         whole = arena_bytes(share.files)
         need = max(PAGE, whole if budget is None else min(whole, budget))
-        pinned = any(stream.devices for stream in share.streams)
+        pinned = share.pinned
         arena, self._arena = self._arena, None
         if arena is not None and (arena.nbytes < need or (pinned and not arena.pinned)):
             arena.close()
@@ -153,12 +185,14 @@ class ShareWriter:
         copied = self._copy_on_device(share)
         if copied is None:
             settle()
-            return self._stage_in_keeper(save, planned) or self._stage_here(save, share)
+            planned = planned._replace(share=save.decide(share))
+            return self._stage_in_keeper(save, planned) or self._stage_here(save, planned.share)
         spare = Share(share.layout, copied)
 
-        def finish() -> list[bytes]:
+        def finish() -> WrittenShare:
             self._spare.wait()
-            return self._stage_here(save, spare, self._budget or BLOCKING_ARENA).finish()
+            decided = save.decide(spare)
+            return self._stage_here(save, decided, self._budget or BLOCKING_ARENA).finish()
 
         return StagedShare(share, finish)
 
@@ -178,7 +212,7 @@ class ShareWriter:
         """Stage a share in memory that outlives this process; None without a keeper, or if it has
         no memory for it now."""
         share = planned.share
-        whole = self._budget is None or self._budget >= arena_bytes(share.files)
+        whole = self._budget is None or self._budget >= share.nbytes
         if self._keeper is None or not whole:
             return None
         from torchrelay.keeper.front import lend  # most checkpointers have none
@@ -191,11 +225,9 @@ class ShareWriter:
         if lent is None:
             return None
 
-        def finish() -> list[bytes]:
-            placed = [
-                (index, 0, file.nbytes, start)
-                for index, (file, start) in enumerate(zip(share.files, lent.starts, strict=True))
-            ]
+        def finish() -> WrittenShare:
+            files, starts = share.files, lent.starts
+            placed = [(n, 0, files[n].nbytes, starts[n]) for n in share.to_write]
             self.process.attach(lent.fds, lent.each, lent.nbytes, save.deadline.left())
             target = self._target(save, share)
             try:
@@ -203,7 +235,7 @@ class ShareWriter:
             except BaseException:
                 target.abort()
                 raise
-            return target.finish()
+            return WrittenShare.of(share, target.finish())
 
         return StagedShare(share, finish, lent.release)
 
@@ -221,17 +253,17 @@ class ShareWriter:
         pipeline.stage(WORKERS)
         share.check_unchanged()
 
-        def finish() -> list[bytes]:
-            digests = pipeline.finish()
+        def finish() -> WrittenShare:
+            written = pipeline.finish()
             self._arena = arena
-            return digests
+            return WrittenShare.of(share, written)
 
         return StagedShare(share, finish)
 
     def _target(self, save: Save, share: Share) -> WriterSave:
         assert save.draft is not None
         draft = (self._store.url, save.step, save.draft.token)
-        bar = Bar(save.progress, share.nbytes)
+        bar = Bar(save.progress, share.bytes_to_write)
         return self.process.begin(*draft, share.files, save.deadline, bar)
 
     def detach_after_fork(self) -> None:

@@ -38,6 +38,7 @@ from torchrelay.record.schema import VolumeRecord
 from torchrelay.shares.layout import rank_of
 from torchrelay.state.local_parts import cut
 from torchrelay.state.tensors import dtype_named
+from torchrelay.stores.reading.chunks import VerifiedFiles
 
 _MAX_METADATA = 1 << 30
 _GLOBAL = re.compile(r"GLOBAL (\S+) was not an allowed global")
@@ -174,7 +175,7 @@ class StockDirectory:
         data = self._part[1][start : start + view.nbytes]
         view[:] = memory_of(data.numpy())
 
-    def verify(self, progress: ProgressCallback) -> str:
+    def verify(self, progress: ProgressCallback, known: VerifiedFiles | None = None) -> str:
         bar = Bar(progress, sum(piece.length for piece in self._pieces))
         for box, piece in zip(self._boxes, self._pieces, strict=True):
             self._box(*box)

@@ -12,6 +12,7 @@ from typing import NamedTuple, Protocol
 from torchrelay.planning.stored import StoredTensor
 from torchrelay.progress import ProgressCallback
 from torchrelay.record.schema import VolumeRecord
+from torchrelay.stores.reading.chunks import VerifiedFiles
 
 
 class PlainValue(NamedTuple):
@@ -59,8 +60,8 @@ class OpenedState(StateReader, Protocol):
 
     name: str
 
-    def verify(self, progress: ProgressCallback) -> str:
+    def verify(self, progress: ProgressCallback, known: VerifiedFiles | None = None) -> str:
         """Check all that can be checked of the bytes; returns in words what cannot be, if
-        anything."""
+        anything. `known`: as for `check_chunks`."""
 
     def close(self) -> None: ...

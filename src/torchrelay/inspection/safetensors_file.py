@@ -22,6 +22,7 @@ from torchrelay.record.dtypes import itemsize
 from torchrelay.record.schema import VolumeRecord
 from torchrelay.shares.layout import Entry, arrange
 from torchrelay.stores.local.files import atomic_file
+from torchrelay.stores.reading.chunks import VerifiedFiles
 from torchrelay.stores.safetensors import DTYPES, METADATA
 from torchrelay.system import read_full
 
@@ -66,7 +67,7 @@ class SafetensorsSource:
         if not read_full(self._file.fileno(), view, start):
             raise DamagedError("the file was cut short while it was read", file=self.name)
 
-    def verify(self, progress: ProgressCallback) -> str:
+    def verify(self, progress: ProgressCallback, known: VerifiedFiles | None = None) -> str:
         return "the format has no digests, so only its header and sizes were checked"
 
     def close(self) -> None:

@@ -18,7 +18,7 @@ from torchrelay.record.typed import spelled
 from torchrelay.record.values import decode_value
 from torchrelay.sources.source import Opened
 from torchrelay.state.paths import slots
-from torchrelay.stores.reading.chunks import Task, check_chunks, read_chunks
+from torchrelay.stores.reading.chunks import Task, VerifiedFiles, check_chunks, read_chunks
 from torchrelay.stores.safetensors import tensors_of
 
 _encode = msgspec.msgpack.Encoder().encode
@@ -58,9 +58,9 @@ class StepSource:
             nbytes -= self._windows.pop(next(iter(self._windows)))[1].nbytes
         view[:] = data[start - first : start - first + view.nbytes]
 
-    def verify(self, progress: ProgressCallback) -> str:
+    def verify(self, progress: ProgressCallback, known: VerifiedFiles | None = None) -> str:
         record = self._step.record
-        check_chunks(self._step.files, record, Bar(progress, record.volume_bytes).add)
+        check_chunks(self._step.files, record, Bar(progress, record.volume_bytes).add, known)
         return ""
 
     def close(self) -> None:

@@ -246,13 +246,17 @@ class ObjectBytes(_RowRecord, frozen=True):
 
 class Origin(_MapRecord, frozen=True):
     """The program and time (UTC, as 2026-01-02T03:04:05Z) of a save. `save_id`: the name that a
-    writer of torch's DCP gave it. `metrics`: numbers that the caller passed, finite ones."""
+    writer of torch's DCP gave it. `metrics`: numbers that the caller passed, finite ones. `reused`:
+    bytes that were taken from another step, because they were the same; `since_full`: saves since
+    the last that took none."""
 
     time: str
     torch: str
     torchrelay: str
     save_id: str | None = None
     metrics: dict[str, float] = {}
+    reused: Size = 0
+    since_full: Size = 0
 
 
 class Record(_MapRecord, frozen=True, kw_only=True):

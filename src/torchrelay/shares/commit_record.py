@@ -39,16 +39,18 @@ def commit_record(
     save_id: str | None = None,
     metrics: Mapping[str, float] | None = None,
     names: Sequence[str] | None = None,
+    reused: tuple[int, int] = (0, 0),
 ) -> Record:
     """The record of a step that all ranks have written. `outlined` has their outlines. `names`: of
-    its images, where the caller knows them."""
+    its images, where the caller knows them. `reused`: see `Origin`."""
     names = Names(outlined).all() if names is None else names
     with refused("a report of a share of the step", "commit", None, step), gc_paused():
         joined = with_boxes(outlined, names, shares)
     _check_covered(joined, names, step)
     torch_version: Any = torch.__version__
     saved = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
-    origin = Origin(saved, str(torch_version), __version__, save_id, dict(metrics or {}))
+    versions = str(torch_version), __version__
+    origin = Origin(saved, *versions, save_id, dict(metrics or {}), *reused)
     return msgspec.structs.replace(joined, step=step, origin=origin)
 
 

@@ -64,10 +64,13 @@ class FileLayout(NamedTuple):
 
 
 class ShareLayout:
-    """The boxes that one rank writes, and its files."""
+    """The boxes that one rank writes, and its files. `separate`: whether some were asked to have
+    files of their own."""
 
-    def __init__(self, entries: Sequence[Entry], files: list[FileLayout]) -> None:
-        self.entries, self.files = entries, files
+    def __init__(
+        self, entries: Sequence[Entry], files: list[FileLayout], *, separate: bool = False
+    ) -> None:
+        self.entries, self.files, self.separate = entries, files, separate
 
     @cached_property
     def record(self) -> Record:
@@ -107,35 +110,52 @@ class ShareLayout:
 
 
 def arrange(
-    entries: Sequence[Entry], rank: int = 0, world: int = 1, file_bytes: int | None = FILE_BYTES
+    entries: Sequence[Entry],
+    rank: int = 0,
+    world: int = 1,
+    file_bytes: int | None = FILE_BYTES,
+    alone: Sequence[Sequence[int]] = (),
 ) -> ShareLayout:
     """The files of one rank.
 
     Each top-level entry of the state has its own: `model.safetensors` holds what is under "model",
     by names that start below it, so that a model saved by one process is an ordinary model file.
-    A state that is all tensors at its root goes to `model.safetensors` as it is.
+    A state that is all tensors at its root goes to `model.safetensors` as it is. Entries of `alone`
+    have a file for each of its lists; all of a list are in one group.
     """
-    tops = {entry.top for entry in entries}
     sizes = [entry.nbytes for entry in entries]
-    groups: dict[str, list[int]] = {}
-    for index, entry in enumerate(entries):
-        if tops == {None}:
-            group = "model"
-        else:
-            group = entry.top if entry.top and TOP.fullmatch(entry.top) else LOOSE
-        groups.setdefault(group, []).append(index)
+    groups = groups_of(entries)
+    separate: dict[str, list[list[int]]] = {}
+    for members in alone:
+        separate.setdefault(groups[members[0]], []).append(list(members))
+    placed = {index for members in alone for index in members}
+    rest: dict[str, list[int]] = {}
+    for index, group in enumerate(groups):
+        together = rest.setdefault(group, [])
+        if index not in placed:
+            together.append(index)
     files = []
-    for group, members in groups.items():
-        split = _split([sizes[index] for index in members], file_bytes)
+    for group, members in rest.items():
+        parts = separate.get(group, [])
+        if members:
+            cut = split([sizes[index] for index in members], file_bytes)
+            parts = [*parts, *([members[place] for place in places] for places in cut)]
         ranked = group if world == 1 else f"{group}.rank-{rank:05}-of-{world:05}"
-        for part, places in enumerate(split, 1):
-            name = ranked if len(split) == 1 else f"{ranked}-{part:05}-of-{len(split):05}"
-            chosen = [members[place] for place in places]
-            below = "" if group == LOOSE else group
+        below = "" if group == LOOSE else group
+        for part, chosen in enumerate(parts, 1):
+            name = ranked if len(parts) == 1 else f"{ranked}-{part:05}-of-{len(parts):05}"
             files.append(_file(f"{name}.safetensors", below, chosen, entries, sizes))
-        if len(split) > 1 and world == 1:
-            files.append(_index(group, files[-len(split) :], sizes))
-    return ShareLayout(entries, files)
+        if len(parts) > 1 and world == 1:
+            files.append(_index(group, files[-len(parts) :], sizes))
+    return ShareLayout(entries, files, separate=bool(alone))
+
+
+def groups_of(entries: Sequence[Entry]) -> list[str]:
+    """The group of each entry, which its file is named after."""
+    if {entry.top for entry in entries} == {None}:
+        return ["model"] * len(entries)
+    tops = [entry.top for entry in entries]
+    return [top if top and TOP.fullmatch(top) else LOOSE for top in tops]
 
 
 def _index(group: str, files: Sequence[FileLayout], sizes: Sequence[int]) -> FileLayout:
@@ -154,7 +174,7 @@ def rank_of(name: str) -> int | None:
     return int(match[1] or match[2]) if match else None
 
 
-def _split(sizes: Sequence[int], file_bytes: int | None) -> list[list[int]]:
+def split(sizes: Sequence[int], file_bytes: int | None) -> list[list[int]]:
     """Consecutive places, in as many parts of about the same size as keep under the limit."""
     total = sum(sizes)
     parts = 1 if file_bytes is None else max(1, ceil(total / file_bytes))

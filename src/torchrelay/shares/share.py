@@ -24,9 +24,9 @@ from torchrelay.shares.casting import StandIns
 from torchrelay.shares.device_hashing import DeviceHashing
 from torchrelay.shares.layout import ShareLayout
 from torchrelay.state.tensors import versions_of
-from torchrelay.stores.draft import DataFiles
+from torchrelay.stores.draft import CommittedFile, DataFiles
 from torchrelay.stores.writer.client import WriterSave
-from torchrelay.stores.writer.file_writer import FileSpec, FileWriter, Placed, Range
+from torchrelay.stores.writer.file_writer import FileSpec, FileWriter, Placed, Range, Written
 
 PASS_BYTES = 64 << 20
 SLOTS = 4  # of an arena smaller than the share
@@ -40,12 +40,13 @@ class Share:
     ) -> None:
         """`tensors`: the memory of the boxes, in their order. `cast`: has those of them that are
         written in another dtype."""
-        self.layout, self.tensors = layout, tensors
+        self.layout, self.tensors, self.cast = layout, tensors, cast
         self._versions = versions_of(tensors)
         self.files = [FileSpec(*file.facts) for file in layout.files]
         self.streams: list[Stream] = []
         self._headers: list[torch.Tensor] = []
         self._hashing: DeviceHashing | None = None
+        self._hashed: list[FileSpec] = []  # with the digests that GPUs made, and no others
         entries = layout.entries
         for file in layout.files:
             head = torch.frombuffer(bytearray(file.header), dtype=torch.uint8)
@@ -67,21 +68,42 @@ class Share:
         return f"writing {', '.join(file.name for file in self.files[:3])}"
 
     @property
+    def to_write(self) -> list[int]:
+        """The numbers of the files whose bytes are written from here."""
+        return [number for number, file in enumerate(self.files) if file.source is None]
+
+    @property
+    def bytes_to_write(self) -> int:
+        return sum(self.files[number].nbytes for number in self.to_write)
+
+    @property
     def on_host(self) -> bool:
         """Whether everything can be written without a copy to the host."""
-        return all(stream.on_host for stream in self.streams)
+        return all(self.streams[number].on_host for number in self.to_write)
+
+    @property
+    def pinned(self) -> bool:
+        """Whether some of it is written from a GPU."""
+        return any(self.streams[number].devices for number in self.to_write)
 
     def ranges(self) -> list[Range]:
         """Everything in its own memory; for shares that are `on_host`."""
         return [
-            Range(index, 0, file.nbytes, stream.host)
-            for index, (file, stream) in enumerate(zip(self.files, self.streams, strict=True))
+            Range(number, 0, self.files[number].nbytes, self.streams[number].host)
+            for number in self.to_write
         ]
+
+    def reuse(self, number: int, digests: bytes, source: CommittedFile) -> None:
+        """Take a file from a committed step, where one has the same bytes."""
+        self.files[number] = self.files[number]._replace(digests=digests, source=source)
 
     def hash_on_devices(self) -> None:
         """Have GPUs compute the digests that they can: the writer does not hash those chunks."""
+        if self._hashing is not None:
+            return
         self._hashing = DeviceHashing(self.files, self.streams)
-        self.files = self._hashing.hashed()
+        self._hashed = self._hashing.hashed()
+        self.files = list(self._hashed)
 
     def check_unchanged(self) -> None:
         """Called when everything has been copied: `CheckpointError` if a tensor was written to
@@ -90,9 +112,9 @@ class Share:
         for index, (old, new) in enumerate(pairs):
             if old != new:
                 raise _changed(path=self.layout.entries[index].name)
-        if self._hashing is None or not any(file.digests for file in self.files):
+        if self._hashing is None or not any(file.digests for file in self._hashed):
             return
-        for before, now in zip(self.files, self._hashing.hashed(), strict=True):
+        for before, now in zip(self._hashed, self._hashing.hashed(), strict=True):
             if before.digests != now.digests:
                 raise _changed(file=before.name)
 
@@ -103,14 +125,15 @@ class Share:
         with FileWriter(draft, self.files, progress) as writer:
             for ranges in self._passes():
                 writer.write(ranges)
-            return writer.finish()
+            return writer.finish().digests
 
     def _passes(self) -> Iterator[list[Range]]:
         """Everything, in as many passes as it takes to copy device memory to the host."""
         if self.on_host:
             yield self.ranges()
             return
-        for index, (file, stream) in enumerate(zip(self.files, self.streams, strict=True)):
+        for index in self.to_write:
+            file, stream = self.files[index], self.streams[index]
             size = -(-PASS_BYTES // file.chunk_bytes) * file.chunk_bytes
             buffer = torch.empty(min(size, file.nbytes), dtype=torch.uint8, device="cpu")
             for start in range(0, file.nbytes, size):
@@ -138,7 +161,7 @@ def _changed(*, path: str | None = None, file: str | None = None) -> CheckpointE
 def fills(files: list[FileSpec], slot_bytes: int) -> Iterator[list[Placed]]:
     """Cut files into slots. A slot has some of each unfinished file, so that threads can write
     different files; the pieces of each file come in order and are cut at its chunks."""
-    at = [0] * len(files)
+    at = [0 if file.source is None else file.nbytes for file in files]
     while left := [i for i, file in enumerate(files) if at[i] < file.nbytes]:
         left.sort(key=lambda i: files[i].nbytes - at[i])  # short ones leave room to the others
         slot: list[Placed] = []
@@ -162,8 +185,8 @@ def fills(files: list[FileSpec], slot_bytes: int) -> Iterator[list[Placed]]:
 
 
 def arena_bytes(files: list[FileSpec]) -> int:
-    """Bytes of an arena that takes all of a share at once."""
-    return sum(paged(file.nbytes) for file in files)
+    """Bytes of an arena that takes all at once that is written of a share."""
+    return sum(paged(file.nbytes) for file in files if file.source is None)
 
 
 class Pipeline:
@@ -218,8 +241,7 @@ class Pipeline:
         except BaseException as fault:
             self._fault = self._fault or fault
 
-    def finish(self) -> list[bytes]:
-        """The digests of each file's chunks."""
+    def finish(self) -> Written:
         if self._writes and not self._writes[-1].wait(self._deadline.left()):
             raise StorageTimeoutError(
                 "still writing at the deadline: give a longer timeout", phase="write"

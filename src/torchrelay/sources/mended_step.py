@@ -137,6 +137,8 @@ class _NoReader(DataReader):
 class MendedReader:
     """A volume of the first source, except for the chunks that were fetched again."""
 
+    identity: object = None  # it is of several files
+
     def __init__(self, step: MendedStep, file: VolumeRecord, first: DataReader) -> None:
         self._first, self._chunk_bytes = first, file.chunk_bytes
         self._patches, self._once = step.patches[file.name], step.costly_reads

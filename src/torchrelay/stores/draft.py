@@ -6,12 +6,24 @@ import errno
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from torchrelay.stores.listing import Listing
 from torchrelay.stores.step_files import DataReader
 
 Buffer = bytes | bytearray | memoryview
+
+
+class CommittedFile(NamedTuple):
+    """A data file of a committed step: of this version of it, and no other (`Store.version`)."""
+
+    step: int
+    version: str
+    name: str
+
+
+class ReuseRefusedError(OSError):
+    """The storage cannot give a file's bytes to another one: they have to be written."""
 
 
 class Sink(Protocol):
@@ -34,6 +46,16 @@ class DataFiles(Protocol):
 
     def open(self, name: str, nbytes: int) -> Sink:
         """A new data file of a known size."""
+
+    def reuse(self, name: str, nbytes: int, source: CommittedFile) -> Sink:
+        """A data file with the bytes of one of a committed step. Its `finish` has the storage make
+        it, so nothing is written to it; `ReuseRefusedError` if the storage cannot."""
+
+    def holds(self, source: CommittedFile, nbytes: int) -> bool:
+        """Whether a committed step seems to have that file, with so many bytes."""
+
+    def read(self, source: CommittedFile, position: int, view: memoryview) -> None:
+        """Fill a view from a file of a committed step. `EOFError` if it is too short."""
 
 
 class Draft(DataFiles, Protocol):

@@ -20,6 +20,7 @@ class DataReader(Protocol):
     nbytes: int
     cold: bool = False  # whether most of it has to come from a slow medium
     batched: bool = False  # whether few large reads are better than many small ones
+    identity: object = None  # the same for readers of the same file, where that can be told
 
     def read_into(self, position: int, view: memoryview) -> None:
         """Fill a view from a byte position on. `EOFError` if the file is too short."""

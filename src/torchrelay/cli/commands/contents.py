@@ -26,6 +26,7 @@ from torchrelay.progress import Bar
 
 if TYPE_CHECKING:
     from torchrelay.inspection.opened_state import Contents, OpenedState
+    from torchrelay.stores.reading.chunks import VerifiedFiles
 
 INCLUDE = typer.Option([], "--include", help="Only paths that match a pattern, such as 'model.*'.")
 
@@ -103,7 +104,8 @@ def verify(
     if every and step is not None:
         raise UsageError("--step and --all exclude each other: give one of them")
     steps: list[int | None] = [*_steps(source)] if every else [step]
-    checked = [verified(source, wanted, alone=len(steps) == 1) for wanted in steps]
+    known: VerifiedFiles = set()
+    checked = [verified(source, wanted, alone=len(steps) == 1, known=known) for wanted in steps]
     if as_json:
         print_json(checked)
     for facts in [] if as_json else checked:
@@ -129,9 +131,11 @@ def _steps(source: str) -> list[int]:
     return steps
 
 
-def verified(source: str, step: int | None, *, alone: bool = False) -> dict[str, Any]:
+def verified(
+    source: str, step: int | None, *, alone: bool = False, known: VerifiedFiles | None = None
+) -> dict[str, Any]:
     """The result for one state, after every byte was read. A state that cannot be read raises if it
-    is `alone`; one of several does not hide the others."""
+    is `alone`; one of several does not hide the others. Files in `known` are not read again."""
     found = step
     found_wrong: dict[str, str | None] = {"damage": None, "unread": None}
     note = ""
@@ -139,7 +143,7 @@ def verified(source: str, step: int | None, *, alone: bool = False) -> dict[str,
         with opened_source(source, step) as state:
             found = state.contents.step
             with progress_bar("verifying" if found is None else f"verifying step {found}") as show:
-                note = state.verify(show)
+                note = state.verify(show, known)
     except (CheckpointError, DigestError, ManifestError) as fault:
         found_wrong = wrong(fault)
         if alone and found_wrong["damage"] is None:

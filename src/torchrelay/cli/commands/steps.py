@@ -25,6 +25,7 @@ from torchrelay.errors import RelayError, UsageError
 from torchrelay.inspection.file_kinds import kind_of
 
 if TYPE_CHECKING:
+    from torchrelay.stores.reading.chunks import VerifiedFiles
     from torchrelay.stores.store import Store
 
 PLACE = typer.Argument(help="A directory, or the URL of a bucket (s3://, gs://, az://).")
@@ -71,19 +72,19 @@ def ls(
     there = store_at(place)
     steps = [listed(there, step) for step in there.steps()]
     if verify:
+        known: VerifiedFiles = set()
         for facts in steps:
             if not in_words(facts):
-                facts |= verified(place, facts["step"])
+                facts |= verified(place, facts["step"], known=known)
                 facts["verified"] = not in_words(facts)
     if as_json:
         print_json(steps)
     elif steps:
         rows = [COLUMNS, *map(_row, steps)]
-        if any(facts.get("metrics") for facts in steps):
-            rows = [
-                [*row, shown]
-                for row, shown in zip(rows, ["metrics", *map(_metrics, steps)], strict=True)
-            ]
+        for name, shown in (("reused", _reused), ("metrics", _metrics)):
+            if any(facts.get(name) for facts in steps):
+                column = [name, *map(shown, steps)]
+                rows = [[*row, more] for row, more in zip(rows, column, strict=True)]
         print_columns(rows)
         total = sum(facts.get("bytes", 0) for facts in steps)
         print(f"{count(len(steps), 'step')}, {size(total)}")
@@ -109,6 +110,7 @@ def listed(there: Store, step: int) -> dict[str, Any]:
         "files": len(record.volumes),
         "ranks": len(record.ranks),
         "torch": record.saved.torch,
+        "reused": record.saved.reused,
         "metrics": record.saved.metrics,
         "verified": False,
         "damage": None if holds else "a file is missing or has another size",
@@ -123,6 +125,10 @@ def _row(facts: dict[str, Any]) -> list[str]:
         shown = [age(facts["time"]), size(facts["bytes"]), *map(str, numbers)]
     state = in_words(facts) or ("verified" if facts["verified"] else "whole")
     return [str(facts["step"]), *shown, state]
+
+
+def _reused(facts: dict[str, Any]) -> str:
+    return size(facts["reused"]) if facts.get("reused") else ""
 
 
 def _metrics(facts: dict[str, Any]) -> str:

@@ -11,11 +11,12 @@ from pathlib import Path
 
 from torchrelay.files import exists, is_dir
 from torchrelay.shortage import raise_shortage
-from torchrelay.stores.draft import Buffer, CommitPoint
+from torchrelay.stores.draft import Buffer, CommitPoint, CommittedFile
 from torchrelay.stores.listing import MANIFEST, Listing
 from torchrelay.stores.local.files import Files, claimed, lock, named, refresh
 from torchrelay.stores.local.handles import Handles
 from torchrelay.stores.local.removal import remove_directory
+from torchrelay.stores.local.reuse import CommittedFiles, LinkedFile
 from torchrelay.stores.local.root import StepRoot, directory_id, is_committed
 from torchrelay.stores.local.step import LocalStep, data_sizes
 from torchrelay.stores.retry import commit_unknown
@@ -37,6 +38,7 @@ class LocalDraft(CommitPoint):
         self._continues = False  # whether a draft with this token was left
         self.id = ""
         self._handles: Handles[_WrittenFile] = Handles()
+        self._committed = CommittedFiles(root)
         self.place = f"{root.of(step)}.tmp-{token}"
 
     def begin(self, listing: Listing | None = None) -> None:
@@ -122,6 +124,15 @@ class LocalDraft(CommitPoint):
             finally:
                 os.close(fd)
             return True
+
+    def reuse(self, name: str, nbytes: int, source: CommittedFile) -> LinkedFile:
+        return LinkedFile(f"{self.place}/{name}", nbytes, source, self._committed, self._files)
+
+    def holds(self, source: CommittedFile, nbytes: int) -> bool:
+        return self._committed.holds(source, nbytes)
+
+    def read(self, source: CommittedFile, position: int, view: memoryview) -> None:
+        self._committed.read(source, position, view)
 
     def sizes(self) -> dict[str, int]:
         return data_sizes(self.place)

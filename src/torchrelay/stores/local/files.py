@@ -73,6 +73,13 @@ class Files:
                     return
             raise
 
+    def link(self, name: str, within: int | str, path: str) -> None:
+        """Give a file in a directory, by its descriptor or its path, another name."""
+        if isinstance(within, int):
+            os.link(name, path, src_dir_fd=within)
+        else:
+            os.link(f"{within}/{name}", path)
+
     def exchange(self, one: str, other: str) -> bool:
         """Swap two directories in one step; False where the file system cannot."""
         rename = getattr(_libc, "renameat2", None)

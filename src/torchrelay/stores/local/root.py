@@ -124,6 +124,13 @@ def directory_id(directory: Path) -> str:
     return str(directory.stat().st_ino)
 
 
+def version_of(directory: Path) -> str:
+    """Another one for each save of a step. The number of a directory alone would not do: a file
+    system gives that of one that was removed to a later one."""
+    record = (directory / MANIFEST).stat()
+    return f"{record.st_ino}-{record.st_mtime_ns}"
+
+
 def _check_root(root: Path) -> None:
     """Raise `NotADirectoryError` if a root cannot have steps: it, or one of its parents, is a file,
     or a link to a missing directory, such as a disk that is not mounted. A job that took it for an

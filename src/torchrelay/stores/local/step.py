@@ -83,7 +83,7 @@ class LocalReader(DataReader):
         try:
             stamp = _stamp(file.fd)
             if self._stamp is None:
-                self.nbytes = stamp[2]
+                self.nbytes, self.identity = stamp[2], stamp
                 self._in_memory = _is_tmpfs(file.fd)
                 self.cold = self.nbytes >= _LARGE and self._is_out_of_cache(file.fd)
                 self._stamp = stamp

@@ -20,11 +20,17 @@ from itertools import islice
 from pathlib import Path
 
 from torchrelay.files import exists
-from torchrelay.stores.listing import MANIFEST, Listing, settled
+from torchrelay.stores.listing import Listing, settled
 from torchrelay.stores.local.draft import LocalDraft
 from torchrelay.stores.local.files import Files, claimed, lock
 from torchrelay.stores.local.removal import closing, remove_directory
-from torchrelay.stores.local.root import LEFT, StepRoot, directory_id, is_committed
+from torchrelay.stores.local.root import (
+    LEFT,
+    StepRoot,
+    directory_id,
+    is_committed,
+    version_of,
+)
 from torchrelay.stores.local.step import LocalStep
 from torchrelay.stores.lookalikes import DEPTH, MOST, explain
 from torchrelay.stores.retry import ONCE, Retry
@@ -60,9 +66,7 @@ class LocalStore:
         return directory_id(self._root.existing(step))
 
     def version(self, step: int) -> str:
-        # A file system gives the number of a directory that was removed to a later one.
-        record = (self._root.existing(step) / MANIFEST).stat()
-        return f"{record.st_ino}-{record.st_mtime_ns}"
+        return version_of(self._root.existing(step))
 
     def draft(self, step: int, token: str, *, overwrite: bool = False) -> LocalDraft:
         return LocalDraft(self._root, step, token, overwrite)

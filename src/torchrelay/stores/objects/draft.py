@@ -10,10 +10,11 @@ from datetime import datetime, timedelta, timezone
 from math import ceil
 
 from torchrelay.errors import UsageError
-from torchrelay.stores.draft import Buffer, CommitPoint
+from torchrelay.stores.draft import Buffer, CommitPoint, CommittedFile
 from torchrelay.stores.listing import MAX_MANIFEST_BYTES, Listing
 from torchrelay.stores.local.removal import ownership
 from torchrelay.stores.objects.bucket import Bucket
+from torchrelay.stores.objects.reuse import CopiedObject, path_of
 from torchrelay.stores.objects.step import (
     HEAD_BYTES,
     check_name,
@@ -82,6 +83,20 @@ class ObjectDraft(CommitPoint):
             found = self._bucket.objects(self._folder)
             self._left = {one.path: one.nbytes for one in found if one.modified > oldest}
         return self._left.get(f"{self._folder}/{name}") == nbytes
+
+    def reuse(self, name: str, nbytes: int, source: CommittedFile) -> CopiedObject:
+        check_name(name)
+        return CopiedObject(self._bucket, f"{self._folder}/{name}", nbytes, source)
+
+    def holds(self, source: CommittedFile, nbytes: int) -> bool:
+        return True  # an object is never written to: one that is gone fails the copy
+
+    def read(self, source: CommittedFile, position: int, view: memoryview) -> None:
+        path = path_of(source)
+        data = self._bucket.read_range(path, position, len(view))
+        if len(data) != len(view):
+            raise EOFError(f"{self._bucket.name(path)} ends before byte {position + len(view)}")
+        view[:] = data
 
     def sizes(self) -> dict[str, int]:
         return self._bucket.sizes(self._folder)

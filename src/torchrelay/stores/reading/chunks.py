@@ -255,12 +255,32 @@ def not_as_written(
     return damaged(step, record, Task(file, start, stop), problem)
 
 
+VerifiedFiles = set[tuple[object, bytes]]  # by their identity, with the digests that they have
+
+
 def check_chunks(
-    step: StepFiles, record: Record, progress: Callable[[int], None] | None = None
+    step: StepFiles,
+    record: Record,
+    progress: Callable[[int], None] | None = None,
+    known: VerifiedFiles | None = None,
 ) -> None:
-    """Read every byte of a step; `DamagedError` unless every chunk has its digest."""
-    spans = {index: [(0, file.nbytes)] for index, file in enumerate(record.volumes)}
+    """Read every byte of a step; `DamagedError` unless every chunk has its digest. Files in `known`
+    are not read again; those that were are added to it."""
+    known = set() if known is None else known
+    spans, read = {}, []
+    for index, file in enumerate(record.volumes):
+        identity = opened(step, record, index, once=True).identity if file.nbytes else None
+        if identity is not None and (identity, file.digests) in known:
+            (progress or _nothing)(file.nbytes)
+            continue
+        spans[index] = [(0, file.nbytes)]
+        read += [] if identity is None else [(identity, file.digests)]
     ChunkReads(step, record, spans, progress).check()
+    known.update(read)
+
+
+def _nothing(nbytes: int) -> None:
+    pass
 
 
 def read_chunks(step: StepFiles, record: Record, task: Task) -> memoryview:

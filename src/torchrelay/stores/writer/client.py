@@ -14,7 +14,7 @@ from torchrelay.deadlines import Deadline
 from torchrelay.errors import CheckpointError, StorageTimeoutError
 from torchrelay.processes.child_process import END_SECONDS, ChildProcess
 from torchrelay.progress import Bar
-from torchrelay.stores.writer.file_writer import FileSpec, Placed
+from torchrelay.stores.writer.file_writer import FileSpec, Placed, Written
 from torchrelay.stores.writer.process import Answer, Call
 
 _answers = msgspec.msgpack.Decoder(Answer)
@@ -62,7 +62,7 @@ class WriterProcess(ChildProcess):
             self._ask("open", (url, step, token, left, files), left)
             return save
 
-    def ask(self, save: WriterSave, call: Call, timeout: float, *arguments: object) -> list[bytes]:
+    def ask(self, save: WriterSave, call: Call, timeout: float, *arguments: object) -> Written:
         """A request of a save. A thread of a save that was given up may still run, and must not
         write to the files of the next one."""
         with self._lock:
@@ -72,7 +72,7 @@ class WriterProcess(ChildProcess):
 
     def _ask(
         self, call: Call, arguments: Sequence[object], timeout: float, fds: Sequence[int] = ()
-    ) -> list[bytes]:
+    ) -> Written:
         try:
             data = self.exchange(msgspec.msgpack.encode((call, arguments)), timeout, fds)
         except BaseException as fault:
@@ -93,7 +93,7 @@ class WriterProcess(ChildProcess):
         if answer.failure is not None:
             message, where, file = answer.failure
             raise CheckpointError(message, phase=where or call, file=file)
-        return answer.digests
+        return Written(answer.digests, answer.copied)
 
 
 class WriterSave:
@@ -125,8 +125,8 @@ class WriterSave:
         for turn in zip_longest(*cuts):
             yield [piece for piece in turn if piece is not None]
 
-    def finish(self) -> list[bytes]:
-        """Make the files durable; returns the digests of their chunks."""
+    def finish(self) -> Written:
+        """Make the files durable."""
         return self._process.ask(self, "sync", self._deadline.left())
 
     def abort(self) -> None:

@@ -9,6 +9,7 @@ system calls let other threads run. No torch here: the writer process runs witho
 from __future__ import annotations
 
 import ctypes
+import errno
 import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -21,7 +22,7 @@ from torchrelay.memory.digest import RunningDigest
 from torchrelay.memory.pages import host_view
 from torchrelay.memory.thread_pool import run_on_threads
 from torchrelay.shortage import raise_shortage
-from torchrelay.stores.draft import DataFiles, Sink
+from torchrelay.stores.draft import CommittedFile, DataFiles, ReuseRefusedError, Sink
 
 if TYPE_CHECKING:
     from torchrelay.geometry.runs import Runs  # numpy, which the writer process does not load
@@ -33,12 +34,23 @@ WORKERS = max(2, min(8, (os.cpu_count() or 2) // 2))
 
 
 class FileSpec(NamedTuple):
-    """A file to write. `digests`: those of its chunks that are known, zeros for others, or none."""
+    """A file to write. `digests`: those of its chunks that are known, zeros for others, or none.
+    `source`: a committed file with the same bytes, all of whose digests are known; then nothing of
+    it is written from memory."""
 
     name: str
     nbytes: int
     chunk_bytes: int
     digests: bytes = b""
+    source: CommittedFile | None = None
+
+
+class Written(NamedTuple):
+    """The digests of each file's chunks. `copied`: files that have a source, whose bytes had to be
+    copied all the same, and why."""
+
+    digests: list[bytes]
+    copied: dict[str, str]
 
 
 class Range(NamedTuple):
@@ -70,7 +82,8 @@ class FileWriter:
         progress: Callable[[int], None] = lambda nbytes: None,
         base: int = 0,
     ) -> None:
-        self._files, self._progress, self._base = files, progress, base
+        self._draft, self._files, self._progress, self._base = draft, files, progress, base
+        self._copied: dict[str, str] = {}
         self._sinks: list[Sink] = []
         self._digests = [
             bytearray(file.digests or 16 * -(-file.nbytes // file.chunk_bytes)) for file in files
@@ -82,10 +95,15 @@ class FileWriter:
         try:
             for file in files:
                 with self._named(file.name):
-                    self._sinks.append(draft.open(file.name, file.nbytes))
+                    self._sinks.append(self._opened(file))
         except BaseException:
             self.abort()
             raise
+
+    def _opened(self, file: FileSpec) -> Sink:
+        if file.source is None:
+            return self._draft.open(file.name, file.nbytes)
+        return self._draft.reuse(file.name, file.nbytes, file.source)
 
     def __enter__(self) -> FileWriter:
         return self
@@ -157,15 +175,38 @@ class FileWriter:
                 place = at // size * 16
                 self._digests[part.file][place : place + 16] = hasher.digest()
 
-    def finish(self) -> list[bytes]:
-        """Make the files durable; returns the digests of each file's chunks."""
+    def finish(self) -> Written:
+        """Make the files durable."""
 
-        def finish(pair: tuple[FileSpec, Sink]) -> None:
-            with self._named(pair[0].name):
-                pair[1].finish()
+        def finish(number: int) -> None:
+            file = self._files[number]
+            with self._named(file.name):
+                try:
+                    self._sinks[number].finish()
+                except ReuseRefusedError as fault:
+                    self._copied[file.name] = fault.strerror or str(fault)
+                    self._copy(number, file)
 
-        run_on_threads(zip(self._files, self._sinks, strict=True), lambda: finish, FINISHERS)
-        return [bytes(digests) for digests in self._digests]
+        run_on_threads(range(len(self._files)), lambda: finish, FINISHERS)
+        return Written([bytes(digests) for digests in self._digests], self._copied)
+
+    def _copy(self, number: int, file: FileSpec) -> None:
+        """Write a file from its source, which is read for it, and compared."""
+        assert file.source is not None
+        self._sinks[number] = sink = self._draft.open(file.name, file.nbytes)
+        buffer = memoryview(bytearray(min(PIECE, file.nbytes)))
+        for chunk, start in enumerate(range(0, file.nbytes, file.chunk_bytes)):
+            hasher = RunningDigest()
+            stop = min(start + file.chunk_bytes, file.nbytes)
+            for at in range(start, stop, PIECE):
+                view = buffer[: min(PIECE, stop - at)]
+                self._draft.read(file.source, at, view)
+                hasher.update(view)
+                sink.write(at, view)
+            if hasher.digest() != file.digests[16 * chunk : 16 * chunk + 16]:
+                why = f"bytes {start} to {stop} of {file.source.name} are damaged in step"
+                raise OSError(errno.EIO, f"{why} {file.source.step}")
+        sink.finish()
 
     def abort(self) -> None:
         """Give the files up, as soon as no other thread writes to them: a descriptor that is closed

@@ -20,8 +20,9 @@ from torchrelay.errors import CheckpointError, ResourceError
 from torchrelay.memory.pages import address_of, side_by_side
 from torchrelay.processes.child_process import trainer_at
 from torchrelay.processes.frames import receive_frame, send_frame
+from torchrelay.stores.draft import CommittedFile
 from torchrelay.stores.locate import open_store
-from torchrelay.stores.writer.file_writer import FileSpec, FileWriter, Placed
+from torchrelay.stores.writer.file_writer import FileSpec, FileWriter, Placed, Written
 
 Call = Literal["attach", "open", "write", "sync", "abort"]  # phases of a save, too
 
@@ -30,6 +31,7 @@ class Answer(msgspec.Struct, array_like=True):
     """`failure`: message, phase and file of an error."""
 
     digests: list[bytes] = []
+    copied: dict[str, str] = {}
     failure: tuple[str, str | None, str | None] | None = None
 
 
@@ -51,7 +53,9 @@ class _Writer:
                 call, arguments = _requests.decode(receive_frame(self._link))
                 answer = Answer()
                 try:
-                    answer.digests = getattr(self, call)(*arguments) or []
+                    written = getattr(self, call)(*arguments)
+                    if isinstance(written, Written):
+                        answer.digests, answer.copied = written
                 except (CheckpointError, ResourceError) as fault:
                     file = getattr(fault, "file", None)
                     answer.failure = (fault.message, fault.phase, file)
@@ -74,18 +78,21 @@ class _Writer:
         """The files of a rank in a draft that exists."""
         self.abort()
         draft = open_store(url, timeout=timeout).draft(step, token)
-        specs = [FileSpec(*file) for file in files]
+        specs = [
+            FileSpec(name, nbytes, chunk, digests, source and CommittedFile(*source))
+            for name, nbytes, chunk, digests, source in files
+        ]
         self._writing = FileWriter(draft, specs, base=self._base)
 
     def write(self, placed: list[Placed]) -> None:
         assert self._writing is not None
         self._writing.write_staged(placed)
 
-    def sync(self) -> list[bytes]:
+    def sync(self) -> Written:
         assert self._writing is not None
-        digests = self._writing.finish()
+        written = self._writing.finish()
         self._writing = None
-        return digests
+        return written
 
     def abort(self) -> None:
         if self._writing is not None:
