@@ -73,6 +73,11 @@ class ShareLayout:
         self.entries, self.files, self.separate = entries, files, separate
 
     @cached_property
+    def sizes(self) -> list[int]:
+        """Bytes of each entry."""
+        return [entry.nbytes for entry in self.entries]
+
+    @cached_property
     def record(self) -> Record:
         """The report that all is written, but for the digests: boxes by the names of their tensors,
         and volumes. Made when it is first needed, which a trainer does not wait for."""

@@ -72,8 +72,10 @@ class Resting:
         some = [entry for entry in entries if entry not in known]
         self._add(dict(zip(among, groups_of(among), strict=True)), some)
 
-    def rested(self, file: FileLayout, among: Sequence[Entry], places: Iterable[int]) -> None:
+    def rested(self, file: FileLayout, among: Sequence[Entry], places: Sequence[int]) -> None:
         """In a file that was written, the entries at these places did not change."""
+        if not places and not self._rests:  # as where all of a model is trained
+            return
         members = {among[n] for _, n in file.placed}
         still = {among[n] for n in places}
         for entry in members - still:
@@ -139,6 +141,8 @@ def unchanged(file: FileLayout, sizes: Sequence[int], before: bytes, now: bytes)
     if len(one) != len(other) or not file.placed:
         return []
     differs = one != other
+    if differs.all():
+        return []
     starts, places = np.array(file.placed, np.int64).T
     stops = starts + np.array([sizes[n] for n in places.tolist()], np.int64)
     touched = starts // file.chunk_bytes, -(-stops // file.chunk_bytes)

@@ -158,8 +158,7 @@ class Reuse:
         """The files of tensors that rest, by their headers, as the step has them; and whether some
         of those tensors have changed."""
         taken: dict[bytes, KnownFile] = {}
-        entries = share.layout.entries
-        sizes = [entry.nbytes for entry in entries]
+        entries, sizes = share.layout.entries, share.layout.sizes
         gone: list[Entry] = []
         changed: list[Entry] = []
         for number, file in enumerate(share.layout.files):
@@ -199,8 +198,7 @@ class Reuse:
 
     def committed(self, token: str, share: Share, digests: Sequence[bytes]) -> None:
         """A save with this token was committed: what did it write that rests?"""
-        entries = share.layout.entries
-        sizes = [entry.nbytes for entry in entries]
+        entries, sizes = share.layout.entries, share.layout.sizes
         separate = self._arranged(share)[1]
         for number in share.to_write:
             file = share.layout.files[number]
