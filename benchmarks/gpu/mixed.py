@@ -152,7 +152,7 @@ def _check_tensor(path: str, one: torch.Tensor, other: Any, where: str, in_place
     _check(one.requires_grad == other.requires_grad, path, "requires_grad is another")
     _check(type(one) is type(other), path, f"a {type(other).__name__}")
     if not in_place and one.layout is torch.strided:  # lazy bits are resolved by the sender
-        _check(not one.is_conj() and not one.is_neg(), path, "a lazy bit came along")
+        _check(not other.is_conj() and not other.is_neg(), path, "a lazy bit came along")
     _check(meant(one) == meant(other), path, "WRONG BITS")
 
 
