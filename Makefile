@@ -72,7 +72,7 @@ docs: pages
 bench: $(STAMP)
 	$(BIN)/python -m benchmarks
 	$(BIN)/python -m benchmarks --only checkpoint
-	for name in tcp checkpoint.limits checkpoint.retention resharding endpoint keeper frameworks \
+	for name in tcp checkpoint.limits checkpoint.retention checkpoint.mirror resharding endpoint keeper frameworks \
 	    scale links healing seeds weights.reshard weights.links weights.training; do \
 	    $(BIN)/python -m benchmarks.$$name || exit 1; \
 	done

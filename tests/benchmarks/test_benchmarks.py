@@ -324,6 +324,17 @@ def test_retention_benchmark_runs_small(tmp_path: Path) -> None:
     assert [row["retained"] for row in found["rows"]] == [2, 6] and found["ratio"] > 0
 
 
+def test_mirror_benchmark_runs_small(tmp_path: Path) -> None:
+    pytest.importorskip("obstore")
+    found = measured(tmp_path / "mirror.json", "benchmarks.checkpoint.mirror")
+    assert [row["mirror"].partition(" ")[0] for row in found["rows"]] == [
+        "none",
+        "directory",
+        "bucket",
+    ]
+    assert all(row["stall_s"] > 0 and row["commit_s"] > 0 for row in found["rows"])
+
+
 def test_scale_benchmark_runs_small(tmp_path: Path) -> None:
     out = tmp_path / "scale.json"
     words = ["--ranks", "4,8", "--tensors", "40", "--looks", "2", "--out", str(out)]

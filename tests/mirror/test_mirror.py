@@ -304,7 +304,7 @@ def test_a_mirror_with_newer_steps_is_another_run_s(
     with places.open() as ckpt:
         ckpt.save(1, state(1))
         settled(ckpt)
-        assert ckpt.mirror_failures == 1 and "below the newest, 100" in caplog.text
+        assert ckpt.mirror_failures == 1 and "below the newest of the mirror, 100" in caplog.text
     assert steps(places.mirror) == [100] and steps(places.root) == [1]
 
 

@@ -56,7 +56,10 @@ class MirrorSteps:
         if copies and ranks.coordinates:
             places = MirrorPlaces(root.url, self._store.url, timeout)
             hooks = MirrorHooks(
-                partial(ranks.measured, "mirror"), self._check, self._prune, self._damaged.append
+                partial(ranks.measured, "mirror"),
+                lambda: sorted(self._catalog.damaged),
+                self._prune,
+                self._damaged.append,
             )
             self._mirroring = Mirroring(places, mirror.every, hooks)
 
@@ -91,11 +94,6 @@ class MirrorSteps:
     def note_damaged(self, steps: Iterable[int]) -> None:
         """A load found these steps damaged, wherever it read them."""
         self._catalog.note_damaged(steps)
-
-    def _check(self, step: int) -> None:
-        """`StepOrderError` where the mirror has newer steps, which a restart would take."""
-        act = partial(self._catalog.check_order, step, overwrite=True)
-        bounded(act, self._timeout, "list the steps", file=self.url)
 
     def _prune(self, step: int, sizes: Mapping[str, int], metrics: Mapping[str, float]) -> None:
         act = partial(self._catalog.prune, step, sizes, metrics)

@@ -18,11 +18,12 @@ from torchrelay.errors import DamagedError, RelayError
 from torchrelay.memory import threads
 from torchrelay.metrics import Measurement
 from torchrelay.mirror.client import MirrorProcess
+from torchrelay.mirror.process import CopyRequest
 from torchrelay.mirror.schedule import CopyEnd, CopySchedule
 from torchrelay.pending import logger
 from torchrelay.results import Outcome, Report
 
-END_SECONDS = 10.0  # that the thread may take once the process was killed
+END_SECONDS = 2.0  # that the thread may take once the process was killed
 
 
 class MirrorPlaces(NamedTuple):
@@ -37,12 +38,12 @@ class MirrorPlaces(NamedTuple):
 class MirrorHooks(NamedTuple):
     """Calls to the owner of the steps around a copy, on the thread of the copies.
 
-    `check` raises if a step must not be copied. `copied` has the sizes of its files and the metrics
-    of its save. `damaged`: the step is not what was saved.
+    `ignored`: steps of the mirror that count for nothing, since they are damaged. `copied` has the
+    sizes of a step's files and the metrics of its save. `damaged`: a step is not what was saved.
     """
 
     measured: Callable[[int], Measurement]
-    check: Callable[[int], None]
+    ignored: Callable[[], list[int]]
     copied: Callable[[int, Mapping[str, int], Mapping[str, float]], None]
     damaged: Callable[[int], None]
 
@@ -114,12 +115,11 @@ class Mirroring:
 
     def _copy(self, step: int) -> CopyEnd:
         root, mirror, timeout = self._places
-        watch = Stopwatch()
+        request, watch = CopyRequest(root, mirror, step, self._hooks.ignored()), Stopwatch()
         with self._hooks.measured(step) as measured:
             try:
-                self._hooks.check(step)
                 with watch("copy"):
-                    copied = self._process.copy(root, mirror, step, timeout)
+                    copied = self._process.copy(request, timeout)
                 if copied is not None:
                     self._hooks.copied(step, copied.sizes, copied.metrics)
             except Exception as fault:
@@ -153,6 +153,8 @@ class Mirroring:
         """Wait for the copy in progress, and try once more to copy a step that is owed. After that
         time the copy is broken off: the next checkpointer continues it."""
         with self._lock:
+            if self._ended:
+                return
             self._schedule.close()
             self._begin()
             running = self._running

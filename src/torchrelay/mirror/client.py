@@ -7,12 +7,13 @@ from typing import NamedTuple
 import msgspec
 
 from torchrelay.deadlines import Deadline
-from torchrelay.errors import CheckpointError, DamagedError, StorageTimeoutError
-from torchrelay.mirror.process import Call, CopyAnswer
+from torchrelay.errors import CheckpointError, DamagedError, StepOrderError, StorageTimeoutError
+from torchrelay.mirror.process import Call, CopyAnswer, CopyRequest
 from torchrelay.processes.child_process import ChildProcess
 
 WAIT_SECONDS = 1.0  # that the process waits for the end of a copy before it answers
 
+_KINDS: dict[str, type[CheckpointError]] = {"damaged": DamagedError, "old": StepOrderError}
 _answers = msgspec.msgpack.Decoder(CopyAnswer)
 
 
@@ -32,13 +33,15 @@ class MirrorProcess(ChildProcess):
     def __init__(self) -> None:
         super().__init__("torchrelay.mirror.process")
 
-    def copy(self, source: str, target: str, step: int, timeout: float) -> CopiedFiles | None:
+    def copy(self, request: CopyRequest, timeout: float) -> CopiedFiles | None:
         """Copy a step from one store to another; None if it was removed or replaced meanwhile.
 
-        A copy that brings no byte for `timeout` seconds is given up: `StorageTimeoutError`.
+        `StepOrderError` where the other store has newer steps. A copy that brings no byte for
+        `timeout` seconds is given up: `StorageTimeoutError`.
         """
         self.start()
-        answer = self._ask("copy", timeout, source, target, step, timeout)
+        step, target = request.step, request.target
+        answer = self._ask("copy", timeout, request, timeout)
         done, deadline = answer.done, Deadline(timeout)
         while not answer.outcome:
             if deadline.passed:
@@ -58,8 +61,9 @@ class MirrorProcess(ChildProcess):
         if answer.outcome == "copied":
             return CopiedFiles(answer.written, answer.sizes, answer.metrics)
         message, phase, file = answer.failure
-        kind = DamagedError if answer.outcome == "damaged" else CheckpointError
-        raise kind(message, step=step, phase=phase or "mirror", file=file)
+        raise _KINDS.get(answer.outcome, CheckpointError)(
+            message, step=step, phase=phase or "mirror", file=file
+        )
 
     def _ask(self, call: Call, timeout: float, *arguments: object) -> CopyAnswer:
         try:

@@ -11,29 +11,40 @@ import os
 import socket
 import threading
 from contextlib import closing, suppress
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import msgspec
 
-from torchrelay.errors import DamagedError, RelayError, StepNotFoundError
+from torchrelay.errors import DamagedError, RelayError, StepNotFoundError, StepOrderError
 from torchrelay.mirror.step_copy import CopiedStep, copy_step, copy_token, discard_copy, presence
 from torchrelay.processes.child_process import trainer_at
 from torchrelay.processes.frames import receive_frame, send_frame
 from torchrelay.progress import Progress
 from torchrelay.stores.locate import open_store
 from torchrelay.stores.opening import OpenedStep, open_step
+from torchrelay.stores.retry import storage_faults
 from torchrelay.stores.store import Store
 
 MORE_NICE = 5  # than the writer process: saves go first
 
 Call = Literal["copy", "wait"]
-Outcome = Literal["", "copied", "gone", "damaged", "failed"]
+Outcome = Literal["", "copied", "gone", "damaged", "old", "failed"]
+
+
+class CopyRequest(NamedTuple):
+    """A step to copy, and the URLs of both stores. `ignored`: steps of the target that are known to
+    be damaged."""
+
+    source: str
+    target: str
+    step: int
+    ignored: list[int]
 
 
 class CopyAnswer(msgspec.Struct, array_like=True):
     """How far a copy is. `outcome`: empty while it is in progress; "gone" if the step was removed
-    or replaced meanwhile. `sizes`, `metrics`: of the step, once it is copied. `failure`: message,
-    phase and file of an error."""
+    or replaced meanwhile, "old" if the target has newer ones. `sizes`, `metrics`: of the step, once
+    it is copied. `failure`: message, phase and file of an error."""
 
     done: int = 0
     outcome: Outcome = ""
@@ -63,12 +74,11 @@ class _Copier:
                 answer = getattr(self, call)(*arguments)
                 send_frame(self._link, msgspec.msgpack.encode(answer))
 
-    def copy(self, source: str, target: str, step: int, timeout: float) -> CopyAnswer:
+    def copy(self, request: list[Any], timeout: float) -> CopyAnswer:
         """Begin a copy, on a thread: the process may end before it does."""
         self._over.clear()
         self._answer = CopyAnswer()
-        stores = (open_store(source, timeout=timeout), open_store(target, timeout=timeout))
-        act = threading.Thread(target=self._run, args=(*stores, step), daemon=True)
+        act = threading.Thread(target=self._run, args=(CopyRequest(*request), timeout), daemon=True)
         act.start()
         return self._answer
 
@@ -77,28 +87,31 @@ class _Copier:
         self._over.wait(seconds)
         return self._answer
 
-    def _run(self, source: Store, target: Store, step: int) -> None:
+    def _run(self, request: CopyRequest, timeout: float) -> None:
         answer = self._answer
         try:
-            self._copy(source, target, step, answer)
+            source = open_store(request.source, timeout=timeout)
+            self._copy(source, open_store(request.target, timeout=timeout), request, answer)
             answer.outcome = "copied"
         except StepNotFoundError:
             answer.outcome = "gone"
         except RelayError as fault:
             answer.failure = (fault.message, fault.phase, getattr(fault, "file", None))
-            answer.outcome = "damaged" if isinstance(fault, DamagedError) else "failed"
+            kinds: dict[type, Outcome] = {DamagedError: "damaged", StepOrderError: "old"}
+            answer.outcome = kinds.get(type(fault), "failed")
         except Exception as fault:
             answer.failure = (f"{type(fault).__name__}: {fault}", None, None)
             answer.outcome = "failed"
         finally:
             self._over.set()
 
-    def _copy(self, source: Store, target: Store, step: int, answer: CopyAnswer) -> None:
+    def _copy(self, source: Store, target: Store, request: CopyRequest, answer: CopyAnswer) -> None:
         """Copy a step, unless it is there already."""
+        step = request.step
         with closing(open_step(source, step)) as opened:
             record = opened.record
             try:
-                answer.written = self._written(opened, target, answer).written
+                answer.written = self._written(opened, target, request.ignored, answer).written
             except RelayError:
                 if _is_other(source, step, opened):
                     raise StepNotFoundError("it was removed or replaced", step=step) from None
@@ -111,12 +124,16 @@ class _Copier:
                 target.clean()
                 self._cleaned = True
 
-    def _written(self, opened: OpenedStep, target: Store, answer: CopyAnswer) -> CopiedStep:
+    def _written(
+        self, opened: OpenedStep, target: Store, ignored: list[int], answer: CopyAnswer
+    ) -> CopiedStep:
         step = opened.record.step
         assert step is not None
         found = presence(opened, target)
         if found.whole:
             return CopiedStep(0, opened.record.volume_bytes)
+        if not found.replaces:
+            _check_order(target, step, ignored)
         token = copy_token(opened, found.replaces)
         self._discard_older(step, token)
         self._left = (target, step, token)
@@ -134,6 +151,23 @@ class _Copier:
         if left is not None and left[1:] != (step, token):
             with suppress(OSError, RelayError):
                 discard_copy(*left)
+
+
+def _check_order(target: Store, step: int, ignored: list[int]) -> None:
+    """`StepOrderError` where a store has a newer step that is intact: a restart would take that."""
+    with storage_faults("list the steps", target.url):
+        newer = [one for one in target.listing() if one > step and one not in ignored]
+    for one in reversed(newer):
+        with suppress(DamagedError, StepNotFoundError), closing(open_step(target, one)) as opened:
+            with storage_faults("look at a step", target.url):
+                holds = opened.holds()
+            if holds:
+                raise StepOrderError(
+                    f"step {step} is below the newest of the mirror, {one}, which a restart would "
+                    "take: give each run its own mirror, or rm the newer steps there",
+                    step=step,
+                    file=target.url,
+                )
 
 
 def _is_other(source: Store, step: int, opened: OpenedStep) -> bool:
