@@ -12,6 +12,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
+from torchrelay.arguments import items_of
 from torchrelay.errors import UsageError
 from torchrelay.progress import ProgressCallback
 
@@ -37,6 +38,8 @@ class CheckpointerOptions:
       again: as hard links, or as copies that a bucket's service makes. A damaged one is damaged in
       every step that has it.
     - `full_every`: write everything in every so many saves.
+    - `replicated`: patterns of paths of plain tensors that all ranks should have the same values
+      of, besides those that the state says are replicas: see `compare_ranks`.
     """
 
     file_bytes: int | None = FILE_BYTES
@@ -46,8 +49,11 @@ class CheckpointerOptions:
     read_only: bool = False
     reuse: bool = True
     full_every: int | None = None
+    replicated: str | Iterable[str] = ()
 
     def __post_init__(self) -> None:
+        patterns = items_of("replicated", self.replicated, str, "a pattern")
+        object.__setattr__(self, "replicated", tuple(patterns))
         _check_numbers(self, int, "file_bytes", "memory_budget", "full_every", optional=True)
         if not isinstance(self.signals, Iterable):
             raise UsageError(f"signals is a list of signals, not {self.signals!r}")

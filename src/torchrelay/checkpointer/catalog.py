@@ -29,12 +29,13 @@ LOOKED_AT = 2  # of the newest steps, at each save: a restart would take one of 
 
 
 class _Checked(NamedTuple):
-    """A step that was found intact: how the listing showed it, the sizes of its files, and the
-    metrics of its save."""
+    """A step that was found intact: how the listing showed it, the sizes of its files, the metrics
+    of its save, and whether its replicas differ."""
 
     shown: list[tuple[str, int]]
     sizes: Mapping[str, int]
     metrics: Mapping[str, float]
+    marked: bool = False
 
 
 class StepCatalog:
@@ -92,8 +93,14 @@ class StepCatalog:
             with closing(open_step(self.store, step)) as opened, faults:
                 if opened.holds():
                     sizes = {file.name: file.nbytes for file in opened.record.volumes}
-                    return _Checked(shown, sizes, opened.record.saved.metrics)
+                    record = opened.record
+                    return _Checked(shown, sizes, record.saved.metrics, record.mark is not None)
         return None
+
+    def is_marked(self, step: int) -> bool:
+        """Whether a step is intact, and its replicas differ."""
+        found = self._look(step, [])
+        return found is not None and found.marked
 
     def note_damaged(self, steps: Iterable[int]) -> None:
         """A load found steps damaged: they count neither for retention nor as the newest."""
@@ -124,7 +131,8 @@ class StepCatalog:
         )
 
     def check_order(self, step: int, *, overwrite: bool) -> Listing:
-        """Raise `StepOrderError` for a step that a restart would not take because of a newer one.
+        """Raise `StepOrderError` for a step that a restart would not take because of a newer one,
+        which is not marked.
 
         Replacing an existing step is allowed. Returns the listing that it looked at.
         """
@@ -133,7 +141,7 @@ class StepCatalog:
         newer = [found for found in listing if found > step and found not in self.damaged]
         if not newer or (overwrite and step in self.steps()):
             return listing
-        newest = next(filter(self.holds, reversed(newer)), None)
+        newest = next(filter(self._is_preferred, reversed(newer)), None)
         if newest is not None:
             raise StepOrderError(
                 f"step {step} is below the newest, {newest}, which a restart would take: "
@@ -143,23 +151,36 @@ class StepCatalog:
             )
         return listing
 
+    def _is_preferred(self, step: int) -> bool:
+        """Whether a restart takes a step where it has the choice."""
+        found = self._look(step, [])
+        return found is not None and not found.marked
+
     # After a save.
 
-    def prune(self, committed: int, sizes: Mapping[str, int], metrics: Mapping[str, float]) -> None:
-        """Remove the steps that the policy does not want, and never the one just committed, which
-        has files of these sizes and these metrics. Never fails."""
+    def prune(
+        self,
+        committed: int,
+        sizes: Mapping[str, int],
+        metrics: Mapping[str, float],
+        *,
+        marked: bool = False,
+    ) -> None:
+        """Remove the steps that the policy does not want, and never the newest that is not marked
+        or the one just committed, which has files of these sizes and these metrics. Never fails."""
         self.damaged.discard(committed)
         if isinstance(self._keep, KeepAll):
             return
         try:
             with storage_faults("list the steps", self.url):
                 listing = self.store.listing()
-            self._checked = self._intact(listing, committed, _Checked([], sizes, metrics))
+            saved = _Checked([], sizes, metrics, marked)
+            self._checked = self._intact(listing, committed, saved)
             good = list(self._checked)
+            right = [step for step, one in self._checked.items() if not one.marked]
             known = {step: one.metrics for step, one in self._checked.items()}
-            wanted = (
-                self._keep.wanted_with(good, known) | {*good[-1:], committed} | self._retained()
-            )
+            wanted = self._keep.wanted_with(good, known) | self._retained()
+            wanted |= {*good[-1:], *right[-1:], committed}
             for step in good:
                 if step not in wanted:
                     self._drop(step, listing)

@@ -13,6 +13,7 @@ import torch
 
 from torchrelay.checkpointer.export import SHARD_BYTES, export_step
 from torchrelay.checkpointer.keep import Keep, checked_metrics, policy
+from torchrelay.checkpointer.marks import OnReplicas
 from torchrelay.checkpointer.mirror import Mirror, open_mirror
 from torchrelay.checkpointer.preemption import Preemption
 from torchrelay.checkpointer.saver import Saver, SaverHooks
@@ -66,6 +67,10 @@ class Checkpointer:
     - `timeout` bounds each call, and an asynchronous save to its commit.
     - `keeper`: holds the states of `stage` in memory, between those that are saved. `save_async`
       stages there, too, so that a step outlives this process before it is written.
+    - `replicas`: what a save does where parameters or optimizer states differ that ranks hold in
+      common (`compare_ranks` says which those are). "warn": the step is saved and marked, and a
+      restart prefers an earlier one; "raise": every rank raises `ReplicaError`, and nothing is
+      saved; "keep": it is only in the report.
     - `options`: the rare ones, as `tr.options.CheckpointerOptions`.
 
     A context manager; `close` ends the writer process and frees the staged memory.
@@ -81,12 +86,14 @@ class Checkpointer:
         timeout: Timeout = 1800.0,
         group: Any = None,
         no_dist: bool = False,
+        replicas: OnReplicas = "warn",
         options: CheckpointerOptions | None = None,
     ) -> None:
         self._ranks = Coordinator.of(group, "Checkpointer", str(root), no_dist=no_dist)
         with self._ranks.joining():
             self._timeout = seconds_of(timeout)
             chosen: CheckpointerOptions = checked_options(options, CheckpointerOptions)
+            _check_choice("replicas", replicas, ("warn", "raise", "keep"))
             _check_arguments(keeper, chosen)
             self._owner = Owner("Checkpointer")
             self._keeper = keeper
@@ -98,7 +105,7 @@ class Checkpointer:
             fitting = _fitting(keeper, self._ranks)
             writer = ShareWriter(self._store, chosen.memory_budget, chosen.stage_on, fitting)
             hooks = SaverHooks(self._stored.committed, self._stored.rollback)
-            self._saver = Saver(self._ranks, self._catalog, writer, chosen, hooks)
+            self._saver = Saver(self._ranks, self._catalog, writer, chosen, hooks, replicas)
             self._preemption = Preemption(self._ranks, chosen.signals, self._timeout)
             self._closed = False
             self._calls = threading.RLock()
@@ -251,7 +258,7 @@ class Checkpointer:
         """All ranks call it together: read a step, into the caller's tensors or as a new state.
 
         Without `step` it is the newest that verifies: a damaged one is skipped with a warning,
-        unless the mirror has its bytes.
+        unless the mirror has its bytes. A step whose replicas differ is taken if there is no other.
         Distributed tensors are resharded for the mesh and placements of `into`, whatever they were
         when saved; without `into` they come whole, on `device`.
 

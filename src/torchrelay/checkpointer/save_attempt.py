@@ -26,6 +26,7 @@ from typing import Annotated
 import msgspec
 
 from torchrelay.checkpointer.catalog import StepCatalog
+from torchrelay.checkpointer.marks import OnReplicas, mark_of, warn_of_mark
 from torchrelay.checkpointer.previous import Previous, PreviousSteps
 from torchrelay.checkpointer.share_writer import Save, ShareWriter, StagedShare, WrittenShare
 from torchrelay.coordination.call import returned
@@ -77,7 +78,9 @@ class SaveAttempt:
         planner: SharePlanner,
         writer: ShareWriter,
         steps: PreviousSteps | None,
+        replicas: OnReplicas = "keep",
     ) -> None:
+        self._replicas: OnReplicas = replicas
         self.save, self._ranks, self._catalog = save, ranks, catalog
         self._planner, self._writer, self._steps = planner, writer, steps
         self._previous: Previous | None = None
@@ -99,6 +102,8 @@ class SaveAttempt:
         def decide(_: list[bytes]) -> list[bytes]:
             look = partial(self._catalog.check_order, save.step, overwrite=save.overwrite)
             listing = bounded(look, deadline.early(), "list the steps", file=store.url)
+            if save.step in listing and self._catalog.is_marked(save.step):
+                save.overwrite = True  # the run went back to a step before it
             draft = StepDraft(
                 store, save.step, new_token(), deadline.early, overwrite=save.overwrite
             )
@@ -132,8 +137,12 @@ class SaveAttempt:
 
         with save.watch("plan"):
             save.call.at("planning")
-            self._planned = self._planner.plan(state, save.call, save.deadline, check_space)
-            self._plan_reuse(state, self._planned.share)
+            planned = self._planner.plan(state, save.call, save.deadline, check_space)
+            mark = mark_of(planned.differing, planned.differ, save.step, self._replicas)
+            self._planned = planned._replace(mark=mark)
+            self._plan_reuse(state, planned.share)
+        if mark is not None and self._ranks.coordinates:
+            warn_of_mark(mark, save.step)
         self.stage = SaveStage.PLANNED
 
     def _plan_reuse(self, state: object, share: Share) -> None:
@@ -193,6 +202,7 @@ class SaveAttempt:
                 metrics=save.metrics,
                 names=planned.names,
                 reused=(reused, since_full),
+                mark=planned.mark,
             )
             save.draft.commit(record)
             sizes.update((file.name, file.nbytes) for file in record.volumes)
@@ -213,7 +223,7 @@ class SaveAttempt:
         if self._steps is not None and save.draft is not None:
             self._steps.reuse.committed(save.draft.token, written.share, written.digests)
         if self._ranks.coordinates:
-            self._prune(sizes)
+            self._prune(sizes, marked=planned.mark is not None)
         url, seconds = f"{self._catalog.url}/step-{save.step}", dict(save.watch.seconds)
         return Report(
             save.step,
@@ -237,12 +247,12 @@ class SaveAttempt:
         assert isinstance(fault, CheckpointError)
         draft.look(fault)
 
-    def _prune(self, sizes: dict[str, int]) -> None:
+    def _prune(self, sizes: dict[str, int], *, marked: bool) -> None:
         """Remove old steps. The step is committed by now: nothing here fails the save."""
         save = self.save
         seconds = max(GRACE, save.deadline.left())
         try:
-            act = partial(self._catalog.prune, save.step, sizes, save.metrics)
+            act = partial(self._catalog.prune, save.step, sizes, save.metrics, marked=marked)
             bounded(act, seconds, "remove old steps", file=self._catalog.url)
         except StorageTimeoutError as overdue:
             logger.warning("%s", overdue)

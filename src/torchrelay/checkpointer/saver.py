@@ -15,6 +15,7 @@ from typing import NamedTuple
 import msgspec
 
 from torchrelay.checkpointer.catalog import StepCatalog
+from torchrelay.checkpointer.marks import OnReplicas
 from torchrelay.checkpointer.previous import PreviousSteps
 from torchrelay.checkpointer.save_attempt import SaveAttempt
 from torchrelay.checkpointer.share_writer import Save, ShareWriter
@@ -56,13 +57,17 @@ class Saver:
         writer: ShareWriter,
         options: CheckpointerOptions,
         hooks: SaverHooks,
+        replicas: OnReplicas = "keep",
     ) -> None:
         self._hooks = hooks
+        self._replicas: OnReplicas = replicas
         self._ranks = ranks
         self._catalog = catalog
         self.writer = writer
         file_bytes = options.file_bytes
-        self._planner = SharePlanner(ranks.rank, ranks.world, file_bytes, ranks.members)
+        self._planner = SharePlanner(
+            ranks.rank, ranks.world, file_bytes, ranks.members, replicated=tuple(options.replicated)
+        )
         self._steps: PreviousSteps | None = None
         if options.reuse:
             reuse = Reuse(ranks.rank, ranks.world, file_bytes)
@@ -72,7 +77,7 @@ class Saver:
 
     def _attempt(self, save: Save) -> SaveAttempt:
         parts = self._ranks, self._catalog, self._planner, self.writer
-        return SaveAttempt(save, *parts, self._steps)
+        return SaveAttempt(save, *parts, self._steps, self._replicas)
 
     def save(self, save: Save, state: object) -> Report:
         """Write a state and return when it is committed."""

@@ -210,10 +210,10 @@ class ShareWriter:
 
     def _stage_in_keeper(self, save: Save, planned: PlannedShare) -> StagedShare | None:
         """Stage a share in memory that outlives this process; None without a keeper, or if it has
-        no memory for it now."""
+        no memory for it now. A restart should not find a marked step there."""
         share = planned.share
         whole = self._budget is None or self._budget >= share.nbytes
-        if self._keeper is None or not whole:
+        if self._keeper is None or not whole or planned.mark is not None:
             return None
         from torchrelay.keeper.front import lend  # most checkpointers have none
 

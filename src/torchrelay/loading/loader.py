@@ -34,7 +34,15 @@ from torchrelay.landing.commit.landing import Landed
 from torchrelay.landing.options import LandingOptions, checked_device
 from torchrelay.landing.workspace import Workspace
 from torchrelay.loading.rank_load import RankLoad
-from torchrelay.loading.search import AttemptProgress, Look, StepLook, StepSearch, compare, unseen
+from torchrelay.loading.search import (
+    AttemptProgress,
+    Look,
+    StepLook,
+    StepSearch,
+    check_unmarked,
+    compare,
+    unseen,
+)
 from torchrelay.loading.selection import add_savers, check_include
 from torchrelay.memory.bounded import bounded
 from torchrelay.memory.pool import CheckedWorkspace
@@ -114,10 +122,14 @@ class Loader:
         search, visibility = StepSearch(self._source.name, request.step), Visibility()
         search.listed(self._find(call, request.step, deadline))
         while True:
-            with closing(_Attempt(search.next())) as attempt:
+            with closing(_Attempt(search.next(), takes_marked=search.takes_marked)) as attempt:
                 try:
                     landed = self._try(call, attempt, request, deadline)
                 except RelayError as fault:
+                    if search.is_marked(fault, attempt.progress):
+                        search.pass_over(attempt.step, fault)
+                        self._warn_of_mark(attempt.step, fault)
+                        continue
                     if not search.is_doubtful(fault, attempt.progress):
                         search.fail(fault)
                     look = self._look_again(call, attempt, visibility, deadline)
@@ -140,12 +152,16 @@ class Loader:
     ) -> Loaded:
         load, name = attempt.load, self._source.name
         assert load is not None
+        passed = {**search.skipped, **search.marked}
+        if passed.pop(attempt.step, None) is not None:
+            text = f"no step in {name} has equal replicas: step {attempt.step} is taken, the newest"
+            warnings.warn(text, RuntimeWarning, stacklevel=3)
         report = Report(
             attempt.step,
             load.nbytes,
             dict(attempt.watch.seconds),
             {name: Outcome(route="storage", bytes=load.nbytes)},
-            tuple([Attempt(name, number, why) for number, why in search.skipped.items()]),
+            tuple([Attempt(name, number, why) for number, why in passed.items()]),
             tuple(landed.extra),
             tuple(landed.missing),
             request.verify and load.compared,
@@ -240,6 +256,8 @@ class Loader:
             bar = Bar(request.progress)
             with watch("plan"):
                 attempt.opened = opened = self._source.open(step, deadline)
+                if not attempt.takes_marked:
+                    check_unmarked(opened.record, self._source.name)
                 if request.key is not None:
                     opened = Subtree(opened, request.key)
                 load = self._planned(opened, request, bar)
@@ -319,6 +337,11 @@ class Loader:
 
         return load.end(verify=verify, together=together, watch=watch, unbroken=uninterrupted)
 
+    def _warn_of_mark(self, step: int, fault: RelayError) -> None:
+        """A step is passed over."""
+        text = f"{fault.message}. An earlier step is tried; load(step={step}) takes this one"
+        warnings.warn(text, RuntimeWarning, stacklevel=4)
+
     def _warn(self, step: int, fault: RelayError) -> None:
         """A step is skipped."""
         if isinstance(fault, DamagedError):
@@ -331,8 +354,8 @@ class _Attempt:
     """One attempt to load a step on this rank, until `close`. `load`: its plan, once all ranks have
     one."""
 
-    def __init__(self, step: int) -> None:
-        self.step, self.watch = step, Stopwatch()
+    def __init__(self, step: int, *, takes_marked: bool) -> None:
+        self.step, self.takes_marked, self.watch = step, takes_marked, Stopwatch()
         self.opened: Opened | None = None
         self.made: RankLoad | None = None  # the plan of this rank
         self.load: RankLoad | None = None

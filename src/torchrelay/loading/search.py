@@ -3,6 +3,7 @@
 | what happens                                    | next                                          |
 |-------------------------------------------------|-----------------------------------------------|
 | the steps are listed                            | try the newest that was not skipped           |
+| a step is marked, and the newest was wanted     | try those that are not marked first           |
 | a step is landed                                | the load is over                              |
 | a step is damaged, or gone when it is opened    | all ranks look at it again                    |
 | - it was replaced, or a rank does not see it yet| list the steps again                          |
@@ -24,10 +25,12 @@ from torchrelay.errors import (
     CheckpointError,
     DamagedError,
     RelayError,
+    ReplicaError,
     StepNotFoundError,
     TornStateError,
 )
 from torchrelay.landing.commit.landing import TORN
+from torchrelay.record.schema import Record
 
 
 class AttemptProgress(NamedTuple):
@@ -46,13 +49,18 @@ class StepSearch:
         self._todo: list[int] = []
         self._torn: RelayError | None = None  # the failure of an attempt that wrote to tensors
         self.skipped: dict[int, str] = {}  # with the reasons
+        self.marked: dict[int, str] = {}  # passed over, since their replicas differ
+        self.takes_marked = named is not None  # whether they are all that is left
 
     def listed(self, steps: Iterable[int]) -> None:
         """The steps of the source, the newest first."""
-        self._todo = [step for step in steps if step not in self.skipped]
+        known = self.skipped if self.takes_marked else {**self.skipped, **self.marked}
+        self._todo = [step for step in steps if step not in known]
 
     def next(self) -> int:
         """The step to try. Raises where none is left."""
+        if not self._todo and not self.takes_marked:
+            self.takes_marked, self._todo = True, sorted(self.marked, reverse=True)
         if self._todo:
             return self._todo.pop(0)
         reasons = "".join(f"\n  step {step}: {why}" for step, why in self.skipped.items())
@@ -64,6 +72,14 @@ class StepSearch:
             self._torn = fault
         gone = isinstance(fault, StepNotFoundError) and not progress.planned
         return gone or isinstance(fault, DamagedError)
+
+    def is_marked(self, fault: RelayError, progress: AttemptProgress) -> bool:
+        """Whether an attempt ended because the step is marked."""
+        return not (self.takes_marked or progress.planned) and isinstance(fault, ReplicaError)
+
+    def pass_over(self, step: int, fault: RelayError) -> None:
+        """The step is marked: it is tried when no other is left."""
+        self.marked[step] = fault.message
 
     def skip(self, step: int, fault: RelayError) -> None:
         """The step is the same at another look. Raises where the caller named it."""
@@ -104,6 +120,13 @@ def compare(ranks: Sequence[StepLook]) -> tuple[Look, int]:
         return Look.UNSEEN, blind
     replaced = now is None or any(seen.opened != now for seen in ranks)
     return (Look.REPLACED if replaced else Look.SAME), 0
+
+
+def check_unmarked(record: Record, name: str) -> None:
+    """`ReplicaError` for a step whose replicas differed when it was saved."""
+    if record.mark is not None:
+        text = f"step {record.step} in {name} is marked: {record.mark}"
+        raise ReplicaError(text, step=record.step, phase="verify")
 
 
 def unseen(source: str, step: int, rank: int, theirs: str) -> CheckpointError:

@@ -244,11 +244,27 @@ class ObjectBytes(_RowRecord, frozen=True):
     nbytes: Size
 
 
+class ReplicaMark(_RowRecord, frozen=True):
+    """Replicas that should be equal differed when the step was saved: the number of tensors, and
+    the first of them with the ranks in the minority."""
+
+    tensors: Size
+    first: tuple[tuple[str, tuple[Size, ...]], ...]
+
+    def __str__(self) -> str:
+        shown = [
+            f"{path} on rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
+            for path, ranks in self.first[:2]
+        ]
+        more = [f"{self.tensors - len(shown)} more"] if self.tensors > len(shown) else []
+        return f"replicas differ: {'; '.join([*shown, *more])}"
+
+
 class Origin(_MapRecord, frozen=True):
     """The program and time (UTC, as 2026-01-02T03:04:05Z) of a save. `save_id`: the name that a
     writer of torch's DCP gave it. `metrics`: numbers that the caller passed, finite ones. `reused`:
     bytes that were taken from another step, because they were the same; `since_full`: saves since
-    the last that took none."""
+    the last that took none. `replicas`: the mark of a step that a restart takes last."""
 
     time: str
     torch: str
@@ -257,6 +273,7 @@ class Origin(_MapRecord, frozen=True):
     metrics: dict[str, float] = {}
     reused: Size = 0
     since_full: Size = 0
+    replicas: ReplicaMark | None = None
 
 
 class Record(_MapRecord, frozen=True, kw_only=True):
@@ -356,6 +373,11 @@ class Record(_MapRecord, frozen=True, kw_only=True):
         """The origin of a step at rest, which always has one."""
         assert self.origin is not None
         return self.origin
+
+    @property
+    def mark(self) -> ReplicaMark | None:
+        """The mark of a step whose replicas differ."""
+        return None if self.origin is None else self.origin.replicas
 
     @property
     def planned(self) -> bool:

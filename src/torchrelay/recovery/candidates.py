@@ -7,7 +7,8 @@ from collections.abc import Iterator, Sequence
 from functools import partial
 
 from torchrelay.deadlines import Deadline
-from torchrelay.errors import CheckpointError, MismatchError, RelayError
+from torchrelay.errors import CheckpointError, MismatchError, RelayError, ReplicaError
+from torchrelay.loading.search import check_unmarked
 from torchrelay.memory.bounded import bounded
 from torchrelay.memory.thread_pool import ThreadPool
 from torchrelay.record.schema import Record
@@ -36,6 +37,8 @@ class Candidates:
         self._newest: list[int | None] = [None] * len(sources)
         self._reasons: list[list[str]] = [[] for _ in sources]
         self._stale = [0] * len(sources)  # steps of each that are too old
+        self._marked: list[list[int]] = [[] for _ in sources]  # passed over: their replicas differ
+        self._accepted: set[int] = set()  # of these, where there is no other
         # Whether every source could be asked, and has no step. A caller that names a lowest step
         # knows of one.
         self.empty = min_step is None
@@ -69,6 +72,18 @@ class Candidates:
         """The steps that this rank can get from any source, the newest first."""
         return sorted({step for steps in self._steps for step in steps}, reverse=True)
 
+    def marked(self) -> list[int]:
+        """Steps that were passed over because their replicas differ, the newest first."""
+        return sorted({step for steps in self._marked for step in steps}, reverse=True)
+
+    def accept(self, step: int) -> None:
+        """Take a marked step: there is no other."""
+        self._accepted.add(step)
+        for steps, marked in zip(self._steps, self._marked, strict=True):
+            if step in marked:
+                marked.remove(step)
+                steps.append(step)
+
     def _having(self, step: int) -> list[int]:
         """The sources that have a step: the nearest first, of several the one given first."""
         having = [index for index, steps in enumerate(self._steps) if step in steps]
@@ -89,6 +104,8 @@ class Candidates:
             found = source.open(step, until)
             try:
                 self._check_age(found.record, step)
+                if step not in self._accepted:
+                    check_unmarked(found.record, source.name)
             except BaseException:
                 found.close()
                 raise
@@ -114,6 +131,8 @@ class Candidates:
             self._steps[index] = []
         else:
             self._steps[index].remove(step)
+        if isinstance(fault, ReplicaError):
+            self._marked[index].append(step)
         if isinstance(fault, TooOldError):
             self._stale[index] += 1
             if self._stale[index] > 1:  # one line is enough for many

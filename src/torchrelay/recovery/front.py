@@ -19,6 +19,7 @@ from torchrelay.errors import (
     MismatchError,
     RecoveryError,
     RelayError,
+    ReplicaError,
     StateError,
     TornStateError,
     UsageError,
@@ -38,16 +39,19 @@ SHARE = 0.6  # of the time that is left, which an attempt may take where there a
 
 
 class _RankReport(msgspec.Struct, array_like=True):
-    """The steps that a rank can get, and what became of its sources. `misfit`: why a state did not
+    """The steps that a rank can get, marked ones by themselves, and what became of its sources.
+    `misfit`: why a state did not
     fit."""
 
     steps: list[int]
+    marked: list[int]
     accounts: str
     empty: bool
     misfit: str = ""
     misfit_step: int = 0
 
 
+_decision = msgspec.msgpack.Decoder(tuple[int | None, bool])
 _rank_report = msgspec.msgpack.Decoder(_RankReport)
 
 
@@ -86,7 +90,8 @@ def recover(
     - `options`: the rare ones, as `tr.options.RecoverOptions`.
 
     It is a first start if every source answered and none has a step, on any rank; with `min_step`
-    that is an error, too. Raises `RecoveryError` if sources have steps that cannot be used, or
+    that is an error, too. A step that is marked, for its replicas differed, is taken only if there
+    is no other. Raises `RecoveryError` if sources have steps that cannot be used, or
     cannot be reached, and for a place without steps in which something looks like one (a step's own
     directory, a checkpoint of another tool): the message has the path that was probably meant. A
     source whose state does not fit `into` is skipped with a warning; `MismatchError` if no other
@@ -183,13 +188,15 @@ class _Recovery:
             self._torn = fault
         if isinstance(fault, FormatError):
             self._unknown = self._unknown or (step, fault)
-        if fault.rank not in (None, self._all.rank) and not isinstance(fault, TornStateError):
+        everywhere = isinstance(fault, (TornStateError, ReplicaError))
+        if fault.rank not in (None, self._all.rank) and not everywhere:
             return  # another rank's source is at fault, and that rank passes it over
         if isinstance(fault, MismatchError):
             source = self._candidates.source_of(step)
             fault.message = f"step {step} of {source} does not fit: {fault.message}"
             fault.step = step
             self._misfit = self._misfit or fault
+        if isinstance(fault, (MismatchError, ReplicaError)):
             warnings.warn(f"{fault.message}; it is skipped", RuntimeWarning, stacklevel=5)
         self._candidates.pass_over(step, fault)
 
@@ -198,13 +205,14 @@ class _Recovery:
         is older than one which a later version wrote."""
         accounts = "\n".join(f"  {one}" for one in self._candidates.attempts())
         steps = [] if self._deadline.passed else self._candidates.steps()
-        mine = _RankReport(steps, accounts, self._candidates.empty)
+        marked = [] if self._deadline.passed else self._candidates.marked()
+        mine = _RankReport(steps, marked, accounts, self._candidates.empty)
         if self._misfit is not None:
             mine.misfit, mine.misfit_step = self._misfit.message, self._misfit.step or 0
         report = msgspec.msgpack.encode(mine)
         try:
             answer = call.round("recover", lambda: report, _decide, self._deadline)
-            step = msgspec.msgpack.decode(answer, type=int | None)
+            step, is_marked = _decision.decode(answer)
             if self._unknown is not None and step is not None and step < self._unknown[0]:
                 raise self._unknown[1]
         except RelayError as fault:
@@ -218,6 +226,10 @@ class _Recovery:
             if isinstance(fault, MismatchError) and self._misfit is not None:
                 raise self._misfit from None  # this rank's own, with its traceback
             raise fault
+        if step is not None and is_marked:
+            self._candidates.accept(step)
+            text = f"no step has equal replicas: step {step} is taken, the newest"
+            warnings.warn(text, RuntimeWarning, stacklevel=5)
         return step
 
     def _try(self, call: Call, step: int) -> Loaded:
@@ -245,10 +257,12 @@ def _decide(messages: list[bytes]) -> list[bytes]:
     a step, or why none can be used."""
     ranks = [_rank_report.decode(data) for data in messages]
     common = set(ranks[0].steps).intersection(*(rank.steps for rank in ranks))
-    if common:
-        return [msgspec.msgpack.encode(max(common))] * len(messages)
+    every = [{*rank.steps, *rank.marked} for rank in ranks]
+    marked = every[0].intersection(*every[1:])
+    if common or marked:
+        return [msgspec.msgpack.encode((max(common or marked), not common))] * len(messages)
     if all(rank.empty for rank in ranks):
-        return [msgspec.msgpack.encode(None)] * len(messages)
+        return [msgspec.msgpack.encode((None, False))] * len(messages)
     misfit = next((rank for rank in ranks if rank.misfit), None)
     if misfit is not None:
         raise MismatchError(misfit.misfit, step=misfit.misfit_step, phase="recover")

@@ -16,7 +16,7 @@ from torchrelay.pause import gc_paused
 from torchrelay.planning.stored import Names
 from torchrelay.record.checks.images import check_kind
 from torchrelay.record.encoding import decode, decode_at_rest, encode_at_rest
-from torchrelay.record.schema import Origin, Record
+from torchrelay.record.schema import Origin, Record, ReplicaMark
 from torchrelay.shares.joined import with_boxes
 from torchrelay.stores.draft import Draft
 from torchrelay.version import __version__
@@ -40,9 +40,10 @@ def commit_record(
     metrics: Mapping[str, float] | None = None,
     names: Sequence[str] | None = None,
     reused: tuple[int, int] = (0, 0),
+    mark: ReplicaMark | None = None,
 ) -> Record:
     """The record of a step that all ranks have written. `outlined` has their outlines. `names`: of
-    its images, where the caller knows them. `reused`: see `Origin`."""
+    its images, where the caller knows them. `reused` and `mark`: see `Origin`."""
     names = Names(outlined).all() if names is None else names
     with refused("a report of a share of the step", "commit", None, step), gc_paused():
         joined = with_boxes(outlined, names, shares)
@@ -50,7 +51,7 @@ def commit_record(
     torch_version: Any = torch.__version__
     saved = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
     versions = str(torch_version), __version__
-    origin = Origin(saved, *versions, save_id, dict(metrics or {}), *reused)
+    origin = Origin(saved, *versions, save_id, dict(metrics or {}), *reused, mark)
     return msgspec.structs.replace(joined, step=step, origin=origin)
 
 

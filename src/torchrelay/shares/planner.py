@@ -28,7 +28,7 @@ from torchrelay.planning.stored import Names
 from torchrelay.record.encoding import decode, encode
 from torchrelay.record.manifest import ValueLeaf
 from torchrelay.record.rows import LeafRows
-from torchrelay.record.schema import Record
+from torchrelay.record.schema import Record, ReplicaMark
 from torchrelay.results import Differing
 from torchrelay.shares import comparison, ownership
 from torchrelay.shares.casting import StandIns
@@ -65,6 +65,7 @@ class PlannedShare(NamedTuple):
     names: Sequence[str] | None = None
     differing: tuple[Differing, ...] = ()  # replicas that should be equal, the first of them
     differ: int = 0  # the number of all of these
+    mark: ReplicaMark | None = None  # of the step, if that is decided
 
 
 @dataclass

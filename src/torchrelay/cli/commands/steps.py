@@ -112,6 +112,7 @@ def listed(there: Store, step: int) -> dict[str, Any]:
         "torch": record.saved.torch,
         "reused": record.saved.reused,
         "metrics": record.saved.metrics,
+        "mark": None if record.mark is None else str(record.mark),
         "verified": False,
         "damage": None if holds else "a file is missing or has another size",
         "unread": None,
@@ -124,7 +125,8 @@ def _row(facts: dict[str, Any]) -> list[str]:
         numbers = [facts["files"], facts["ranks"], facts["torch"]]
         shown = [age(facts["time"]), size(facts["bytes"]), *map(str, numbers)]
     state = in_words(facts) or ("verified" if facts["verified"] else "whole")
-    return [str(facts["step"]), *shown, state]
+    marked = f", {facts['mark']}" if facts.get("mark") else ""
+    return [str(facts["step"]), *shown, state + marked]
 
 
 def _reused(facts: dict[str, Any]) -> str:
