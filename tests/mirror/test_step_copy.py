@@ -25,8 +25,9 @@ from torchrelay.mirror.step_copy import (
 )
 from torchrelay.progress import Progress
 from torchrelay.stores.local.draft import LocalSink
+from torchrelay.stores.local.files import Files
 from torchrelay.stores.locate import open_store
-from torchrelay.stores.opening import open_newest
+from torchrelay.stores.opening import open_newest, open_step
 from torchrelay.stores.store import Store
 
 LARGE = "0.safetensors"
@@ -242,3 +243,115 @@ def test_from_a_bucket_back_to_a_directory(place: Path, s3: S3, tmp_path: Path) 
     with closing(open_newest(open_store(s3.url("copy")))) as source:
         copy_step(source, open_store(tmp_path / "back"), ignore)
     assert files_of(tmp_path / "back" / "step-7") == files_of(place / "step-7")
+
+
+def adapter(step: int) -> dict[str, Any]:
+    """A large part that rests, and a small one that is trained."""
+    base = torch.nn.Parameter(torch.arange(300_000.0), requires_grad=False)
+    return {"model": {"base": base, "head": torch.full((50,), float(step))}, "step": step}
+
+
+@pytest.fixture
+def adapters(tmp_path: Path) -> Path:
+    with tr.Checkpointer(tmp_path / "run", no_dist=True) as there:
+        for step in (1, 2, 3):
+            there.save(step, adapter(step))
+        assert there.record(3).saved.reused > 1_000_000
+    return tmp_path / "run"
+
+
+def copy_each(place: Path, target: Store) -> list[CopiedStep]:
+    found = []
+    for step in (1, 2, 3):
+        with closing(open_step(open_store(place), step)) as source:
+            found.append(copy_step(source, target, ignore, token=copy_token(source)))
+    return found
+
+
+def verified(place: str) -> list[int]:
+    with tr.Checkpointer(place, no_dist=True) as there:
+        for step in there.steps():
+            assert equal(there.load(step=step).state["step"], step)
+        return [there.verify(step) for step in there.steps()]
+
+
+def test_files_that_did_not_change_are_links_there_too(adapters: Path, tmp_path: Path) -> None:
+    copies = copy_each(adapters, open_store(tmp_path / "copy"))
+    assert [one.unchanged > 1_000_000 for one in copies] == [False, True, True]
+    assert all(one.written < 10_000 for one in copies[1:])
+    for step in (1, 2, 3):
+        assert files_of(tmp_path / "copy" / f"step-{step}") == files_of(adapters / f"step-{step}")
+    shutil.rmtree(tmp_path / "copy" / "step-2")
+    assert verified(str(tmp_path / "copy")) == [1, 3]
+
+
+def test_a_service_copies_objects_that_did_not_change(adapters: Path, s3: S3) -> None:
+    target = open_store(s3.url("copy"))
+    copies = copy_each(adapters, target)
+    assert [one.unchanged > 1_000_000 for one in copies] == [False, True, True]
+    assert all(one.written < 10_000 for one in copies[1:])
+    target.delete(1)
+    assert verified(s3.url("copy")) == [2, 3]
+
+
+def test_without_links_files_are_copied(
+    adapters: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*arguments: Any) -> None:
+        raise OSError(errno.EXDEV, "Invalid cross-device link")
+
+    monkeypatch.setattr(Files, "link", refuse)
+    copies = copy_each(adapters, open_store(tmp_path / "copy"))
+    assert [one.unchanged for one in copies] == [0, 0, 0]
+    assert verified(str(tmp_path / "copy")) == [1, 2, 3]
+
+
+def test_a_step_that_was_written_in_full_is_copied_in_full(tmp_path: Path) -> None:
+    options = tr.options.CheckpointerOptions(reuse=False)
+    with tr.Checkpointer(tmp_path / "run", no_dist=True, options=options) as there:
+        for step in (1, 2, 3):
+            there.save(step, adapter(step))
+    copies = copy_each(tmp_path / "run", open_store(tmp_path / "copy"))
+    assert [one.unchanged for one in copies] == [0, 0, 0]
+
+
+def test_nothing_is_taken_from_a_step_that_lost_a_file(adapters: Path, tmp_path: Path) -> None:
+    target = open_store(tmp_path / "copy")
+    with closing(open_step(open_store(adapters), 1)) as source:
+        copy_step(source, target, ignore)
+    for file in (tmp_path / "copy" / "step-1").glob("*.safetensors"):
+        file.write_bytes(file.read_bytes()[:-1])
+    with closing(open_step(open_store(adapters), 2)) as source:
+        assert copy_step(source, target, ignore).unchanged == 0
+    with tr.Checkpointer(tmp_path / "copy", no_dist=True) as there:
+        assert there.verify(2) == 2
+
+
+def test_no_earlier_step_is_harmed_wherever_a_copy_with_links_ends(
+    adapters: Path, tmp_path: Path
+) -> None:
+    def begin(root: Path) -> None:
+        with closing(open_step(open_store(adapters), 1)) as source:
+            copy_step(source, open_store(root), ignore)
+
+    def second(target: Store) -> None:
+        with closing(open_step(open_store(adapters), 2)) as source:
+            if not presence(source, target).whole:
+                copy_step(source, target, ignore, token=copy_token(source))
+
+    counted = CutFiles()
+    begin(tmp_path / "counted")
+    second(CutStore(tmp_path / "counted", counted))
+    calls = len(counted.journal)
+    assert any(call.kind == "link" for call in counted.journal)
+    for at in range(0, calls, 3 if rounds(calls) < calls else 1):
+        root = tmp_path / f"cut-{at}"
+        begin(root)
+        store = CutStore(root, CutFiles(at))
+        with pytest.raises(Cut):
+            second(store)
+        store.end()
+        assert files_of(root / "step-1") == files_of(adapters / "step-1"), at
+        second(open_store(root))
+        for step in (1, 2):
+            assert files_of(root / f"step-{step}") == files_of(adapters / f"step-{step}"), at

@@ -131,7 +131,7 @@ class _Copier:
         assert step is not None
         found = presence(opened, target)
         if found.whole:
-            return CopiedStep(0, opened.record.volume_bytes)
+            return CopiedStep()
         if not found.replaces:
             _check_order(target, step, ignored)
         token = copy_token(opened, found.replaces)

@@ -25,11 +25,12 @@ import xxhash
 
 from torchrelay.errors import CheckpointError, DamagedError, StepExistsError, StepNotFoundError
 from torchrelay.memory.thread_pool import run_on_threads
+from torchrelay.mirror.unchanged import FileContent, unchanged_files
 from torchrelay.progress import Bar, ProgressCallback
-from torchrelay.record.schema import Record
+from torchrelay.record.schema import Record, VolumeRecord
 from torchrelay.shortage import raise_shortage
 from torchrelay.sources.remote_step import RemoteStep
-from torchrelay.stores.draft import Draft
+from torchrelay.stores.draft import CommittedFile, Draft, ReuseRefusedError
 from torchrelay.stores.opening import OpenedStep, open_step
 from torchrelay.stores.reading.chunks import Task, Verifier, opened, reading
 from torchrelay.stores.retry import storage_faults
@@ -45,10 +46,12 @@ Opened = RemoteStep | OpenedStep
 
 
 class CopiedStep(NamedTuple):
-    """Bytes of data that were written, and those that an earlier copy had left."""
+    """Bytes of data: that were written, that an earlier copy had left, and that did not change
+    since the step before at the new place."""
 
-    written: int
-    left: int
+    written: int = 0
+    left: int = 0
+    unchanged: int = 0
 
 
 class _Presence(NamedTuple):
@@ -99,7 +102,7 @@ def copy_step(
     give_up = draft.discard if token is None else draft.leave
     try:
         draft.begin()
-        copied = _copy_files(source, draft, bar)
+        copied = _FileCopies(source, draft, unchanged_files(target, record), bar).run()
         _check_files(draft, record)
         draft.commit(source.files.manifest())
         return copied
@@ -132,43 +135,68 @@ def _step(record: Record) -> int:
     return record.step
 
 
-def _copy_files(source: Opened, draft: Draft, bar: Bar) -> CopiedStep:
-    """Small files side by side, and then one large file after the other."""
-    volumes = source.record.volumes
-    written: list[int] = []
+class _FileCopies:
+    """The files of a step, copied to a draft. `unchanged`: those that its store has elsewhere."""
 
-    def copy(index: int) -> None:
-        if _copy_file(source, index, draft, bar):
-            written.append(volumes[index].nbytes)
+    def __init__(
+        self,
+        source: Opened,
+        draft: Draft,
+        unchanged: dict[FileContent, CommittedFile],
+        bar: Bar,
+    ) -> None:
+        self._source, self._draft, self._unchanged, self._bar = source, draft, unchanged, bar
+        self._volumes = source.record.volumes
+        self._copied: list[CopiedStep] = []  # of each file
 
-    small = [index for index, file in enumerate(volumes) if file.nbytes <= PIECE]
-    run_on_threads(small, lambda: copy, WORKERS)
-    for index in sorted(set(range(len(volumes))) - set(small)):
-        copy(index)
-    return CopiedStep(sum(written), source.record.volume_bytes - sum(written))
+    def run(self) -> CopiedStep:
+        """Small files side by side, and then one large file after the other."""
+        small = [index for index, file in enumerate(self._volumes) if file.nbytes <= PIECE]
+        run_on_threads(small, lambda: self._copy, WORKERS)
+        for index in sorted(set(range(len(self._volumes))) - set(small)):
+            self._copy(index)
+        return CopiedStep(*map(sum, zip(*self._copied, strict=True)))
 
+    def _copy(self, index: int) -> None:
+        file, draft = self._volumes[index], self._draft
+        if draft.has(file.name, file.nbytes, partial(_is_right, self._source, index)):
+            self._copied.append(CopiedStep(0, left=file.nbytes))
+        elif self._is_taken(file):
+            self._copied.append(CopiedStep(0, unchanged=file.nbytes))
+        else:
+            self._write(index)
+            self._copied.append(CopiedStep(file.nbytes))
+            return
+        self._bar.add(file.nbytes)
 
-def _copy_file(source: Opened, index: int, draft: Draft, bar: Bar) -> bool:
-    """Whether it had to be written."""
-    file = source.record.volumes[index]
-    if draft.has(file.name, file.nbytes, partial(_is_right, source, index)):
-        bar.add(file.nbytes)
-        return False
-    reader = opened(source.files, source.record, index, once=True)
-    sink = draft.open(file.name, file.nbytes)
+    def _is_taken(self, file: VolumeRecord) -> bool:
+        """Whether a file was taken from another step of the store."""
+        found = self._unchanged.get(FileContent.of(file))
+        if found is None:
+            return False
+        try:
+            self._draft.reuse(file.name, file.nbytes, found).finish()
+        except (ReuseRefusedError, FileNotFoundError):
+            return False
+        return True
 
-    def copy(task: Task) -> None:
-        data = _read(source, reader, task)
-        sink.write(task.start, data)
-        bar.add(len(data))
+    def _write(self, index: int) -> None:
+        source, record = self._source, self._source.record
+        file = self._volumes[index]
+        reader = opened(source.files, record, index, once=True)
+        sink = self._draft.open(file.name, file.nbytes)
 
-    try:
-        run_on_threads(_tasks(source.record, index), lambda: copy, 1 if sink.ordered else WORKERS)
-        sink.finish()
-    except BaseException:
-        sink.abort()
-        raise
-    return True
+        def copy(task: Task) -> None:
+            data = _read(source, reader, task)
+            sink.write(task.start, data)
+            self._bar.add(len(data))
+
+        try:
+            run_on_threads(_tasks(record, index), lambda: copy, 1 if sink.ordered else WORKERS)
+            sink.finish()
+        except BaseException:
+            sink.abort()
+            raise
 
 
 def _tasks(record: Record, index: int) -> list[Task]:

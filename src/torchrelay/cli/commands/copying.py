@@ -77,5 +77,6 @@ def _copied(there: Store, here: Store, step: int) -> str:
         with progress_bar(f"copying step {step}") as show:
             copied = copy_step(opened, here, show, token=token)
     rate = size(int(copied.written / max(1e-9, time.monotonic() - begun)))
-    before = f", {size(copied.left)} of it copied before" if copied.left else ""
-    return f"{here.url}/step-{step}: {size(nbytes)} at {rate}/s{before}"
+    more = f", {size(copied.left)} of it copied before" if copied.left else ""
+    more += f", {size(copied.unchanged)} of it unchanged there" if copied.unchanged else ""
+    return f"{here.url}/step-{step}: {size(nbytes)} at {rate}/s{more}"
