@@ -21,6 +21,7 @@ from torchrelay.cli.commands.contents import verified
 from torchrelay.cli.output import in_words
 from torchrelay.options import CheckpointerOptions
 from torchrelay.stores.local.files import Files
+from torchrelay.stores.local.reuse import CommittedFiles
 from torchrelay.stores.local.step import LocalReader
 
 SAVES = ["save", "save_async"]
@@ -300,8 +301,9 @@ def test_damage_without_links_is_not_carried_on(root: Path, no_links: object) ->
         held.save(1, job.objects)
         largest = max((root / "step-1").iterdir(), key=lambda file: file.stat().st_size)
         flip(largest)
-        with pytest.raises(tr.errors.CheckpointError, match="damaged in step 1"):
+        with pytest.raises(tr.errors.CheckpointError, match="damaged in step 1") as caught:
             held.save(2, job.objects)
+        assert caught.value.phase == "reuse"
         held.save(2, job.objects)  # of memory, all of it
         assert held.verify(2) == 2 and held.steps() == [1, 2]
 
@@ -328,6 +330,39 @@ def test_a_damaged_file_is_damaged_in_every_step_that_has_it(root: Path) -> None
         # Nothing is taken from a damaged step: the next one is whole.
         held.save(5, job.objects)
         assert held.verify(5) == 5
+
+
+@pytest.mark.parametrize("how", SAVES)
+def test_a_step_that_goes_during_a_save(
+    how: str, root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The save fails, says so, and the next one writes everything."""
+    job = Job()
+    with tr.Checkpointer(root, no_dist=True) as held:
+        held.save(1, job.objects)
+        holds = CommittedFiles.holds
+
+        def gone(*arguments: Any) -> bool:
+            found = holds(*arguments)
+            shutil.rmtree(root / "step-1", ignore_errors=True)
+            return found
+
+        with monkeypatch.context() as patch:
+            patch.setattr(CommittedFiles, "holds", gone)
+            with pytest.raises(tr.errors.CheckpointError) as caught:
+                save(how, held, 2, job.objects)
+        assert caught.value.phase == "reuse" and held.steps() == []
+        assert save(how, held, 3, job.objects).bytes_reused == 0
+        assert held.verify(3) == 3
+
+
+def test_a_save_that_failed_for_another_reason_costs_no_more_later(root: Path) -> None:
+    job = Job()
+    with tr.Checkpointer(root, no_dist=True) as held:
+        held.save(1, job.objects)
+        with pytest.raises(tr.errors.UnsupportedLeafError):
+            held.save(2, job.objects | {"bad": lambda: None})
+        assert held.save(2, job.objects).bytes_reused > 0
 
 
 @pytest.mark.parametrize("left", ["truncated", "removed"])

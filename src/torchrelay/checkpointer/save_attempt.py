@@ -242,7 +242,7 @@ class SaveAttempt:
         assert draft is not None
         known = save.call.answered or not isinstance(fault, CheckpointError)
         if known or (self._ranks.coordinates and draft.files.revoke()):
-            self._discard()
+            self._discard(fault)
             raise fault
         assert isinstance(fault, CheckpointError)
         draft.look(fault)
@@ -264,10 +264,12 @@ class SaveAttempt:
                 self.save.call.round("write", fault, returned, self.save.deadline)
             except BaseException as raised:  # the caller raises the failure itself
                 logger.debug("step %d given up: %s", self.save.step, raised)
-        self._discard()
+                fault = raised  # that of another rank, if this one only had to end
+        self._discard(fault)
 
-    def _discard(self) -> None:
-        if self._steps is not None and self._previous is not None:
+    def _discard(self, fault: BaseException) -> None:
+        source_failed = isinstance(fault, CheckpointError) and fault.phase == "reuse"
+        if source_failed and self._steps is not None and self._previous is not None:
             self._steps.refuse(self._previous)
         if self._ranks.coordinates and self.save.draft is not None:
             self.save.draft.discard()

@@ -55,7 +55,7 @@ class DataFiles(Protocol):
         """Whether a committed step seems to have that file, with so many bytes."""
 
     def read(self, source: CommittedFile, position: int, view: memoryview) -> None:
-        """Fill a view from a file of a committed step. `EOFError` if it is too short."""
+        """Fill a view from a file of a committed step."""
 
 
 class Draft(DataFiles, Protocol):

@@ -58,7 +58,7 @@ class CommittedFiles:
         try:
             with named(path):
                 if not read_full(fd, view, position):
-                    raise EOFError(f"{path} ends before byte {position + len(view)}")
+                    raise OSError(errno.EIO, f"it ends before byte {position + len(view)}")
         finally:
             os.close(fd)
 

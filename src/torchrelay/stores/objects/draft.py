@@ -95,7 +95,8 @@ class ObjectDraft(CommitPoint):
         path = path_of(source)
         data = self._bucket.read_range(path, position, len(view))
         if len(data) != len(view):
-            raise EOFError(f"{self._bucket.name(path)} ends before byte {position + len(view)}")
+            reason = f"it ends before byte {position + len(view)}"
+            raise OSError(errno.EIO, reason, self._bucket.name(path))
         view[:] = data
 
     def sizes(self) -> dict[str, int]:

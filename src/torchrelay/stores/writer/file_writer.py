@@ -94,7 +94,7 @@ class FileWriter:
         self._aborted = False
         try:
             for file in files:
-                with self._named(file.name):
+                with self._named(file):
                     self._sinks.append(self._opened(file))
         except BaseException:
             self.abort()
@@ -122,7 +122,7 @@ class FileWriter:
 
             def do(task: _Task) -> None:
                 for part in task:
-                    with self._named(self._files[part.file].name):
+                    with self._named(self._files[part.file]):
                         self._write(part, buffer)
                     self._progress(part.stop - part.start)
 
@@ -180,7 +180,7 @@ class FileWriter:
 
         def finish(number: int) -> None:
             file = self._files[number]
-            with self._named(file.name):
+            with self._named(file):
                 try:
                     self._sinks[number].finish()
                 except ReuseRefusedError as fault:
@@ -221,15 +221,18 @@ class FileWriter:
                     sink.abort()
 
     @contextmanager
-    def _named(self, name: str) -> Iterator[None]:
-        """Within: a failure of the medium is one of this file."""
-        self.current = name
+    def _named(self, file: FileSpec) -> Iterator[None]:
+        """Within: a failure of the medium is one of this file. In the phase "reuse" it may be one
+        of its source, which cannot be taken the next time either."""
+        self.current = name = file.name
         try:
             yield
         except OSError as fault:
             raise_shortage(fault, f"write {name}")
             raise CheckpointError(
-                f"cannot write: {fault.strerror or fault}", phase="write", file=name
+                f"cannot write: {fault.strerror or fault}",
+                phase="write" if file.source is None else "reuse",
+                file=name,
             ) from fault
 
 
