@@ -4,12 +4,14 @@ No torch.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
+from torchrelay.arguments import matches
 from torchrelay.inspection.numbers import Array, numbers_of
 from torchrelay.inspection.slabs import slabs
 from torchrelay.record.dtypes import itemsize
@@ -75,6 +77,13 @@ def compare(before: Contents, after: Contents) -> Differences:
         changed,
         [path for path, text in one.items() if path in tensors and other.get(path) == text],
     )
+
+
+def thawed(found: Differences, patterns: Sequence[str]) -> list[str]:
+    """Paths that match a pattern and are not in both states, or have another shape, dtype or plain
+    value there."""
+    paths = [*found.removed, *found.added, *(change.path for change in found.changed)]
+    return [path for path in paths if matches(path, patterns)]
 
 
 def _described(contents: Contents) -> dict[str, str]:

@@ -58,7 +58,9 @@ def inspect(
         _print_totals(chosen, facts["bytes"])
 
 
-def matched(patterns: Sequence[str], *states: OpenedState) -> list[Contents]:
+def matched(
+    patterns: Sequence[str], *states: OpenedState, option: str = "--include"
+) -> list[Contents]:
     """The paths of each state that match; `UsageError` for patterns that match none in any."""
     from torchrelay.inspection.facts import narrowed
 
@@ -66,9 +68,7 @@ def matched(patterns: Sequence[str], *states: OpenedState) -> list[Contents]:
     if patterns and not any(one.tensors or one.values or one.aliases for one in chosen):
         tensors = (tensor for state in states for tensor in state.contents.tensors)
         tops = sorted({tensor.name.partition(".")[0] for tensor in tensors})
-        raise UsageError(
-            f"--include {patterns[0]} matches no path; the state has {', '.join(tops)}"
-        )
+        raise UsageError(f"{option} {patterns[0]} matches no path; the state has {', '.join(tops)}")
     return chosen
 
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 import typer
 
+from torchrelay.arguments import matches
 from torchrelay.cli.commands.contents import INCLUDE, matched
 from torchrelay.cli.output import JSON, count, print_columns, print_json, progress_bar
 from torchrelay.cli.sources import SOURCE, opened_source
@@ -16,6 +18,10 @@ if TYPE_CHECKING:
     from torchrelay.inspection.comparison import Differences, Distance
     from torchrelay.inspection.opened_state import OpenedState
 
+FROZEN = typer.Option(
+    [], "--expect-frozen", help="Fail if a path that matches, such as 'backbone.*', changed."
+)
+SHOWN = 4  # paths in a line
 DIFFERENT = 1  # an exit status, as diff(1) has it
 
 
@@ -24,28 +30,41 @@ def diff(
     after: str = SOURCE,
     include: list[str] = INCLUDE,
     values: bool = typer.Option(False, "--values", help="Compare the values, too."),
+    frozen: list[str] = FROZEN,
     as_json: bool = JSON,
 ) -> None:
     """Show the differences between two states.
 
     Exit status 0: equal; 1: different; 2: one of them cannot be read. Without --values, tensors of
-    the same shape and dtype count as equal.
+    the same shape and dtype count as equal. With --expect-frozen, exit status 1 means that paths
+    of these patterns changed in any bit, and other paths may.
     """
     with opened_source(before) as one, opened_source(after) as other:
-        from torchrelay.inspection.comparison import compare
+        from torchrelay.inspection.comparison import compare, thawed
 
         found = compare(*matched(include, one, other))
-        distance = _distances(one, other, found) if values else []
+        matched(frozen, one, other, option="--expect-frozen")
+        compared = found.same if values else [path for path in found.same if matches(path, frozen)]
+        distance = _distances(one, other, compared)
+        differing = [tensor.path for tensor in distance if tensor.differing]
+        changed = thawed(found, frozen) + [path for path in differing if matches(path, frozen)]
         if as_json:
-            differing = {"distances": list(map(asdict, distance))} if values else {}
-            print_json({**asdict(found), **differing})
+            facts = {"distances": list(map(asdict, distance))} if values or frozen else {}
+            print_json({**asdict(found), **facts, **({"thawed": changed} if frozen else {})})
         else:
-            _print(found, distance, values)
-        if not found.equal or any(tensor.differing for tensor in distance):
+            _print(found, distance, bool(values or frozen))
+            if frozen:
+                print(f"{count(len(changed), 'frozen path')} changed{_listed(changed)}")
+        if changed if frozen else differing or not found.equal:
             raise typer.Exit(DIFFERENT)
 
 
-def _distances(one: OpenedState, other: OpenedState, found: Differences) -> list[Distance]:
+def _listed(paths: Sequence[str]) -> str:
+    more = ", ..." if len(paths) > SHOWN else ""
+    return f": {', '.join(paths[:SHOWN])}{more}" if paths else ""
+
+
+def _distances(one: OpenedState, other: OpenedState, names: Sequence[str]) -> list[Distance]:
     from torchrelay.inspection.comparison import distance
     from torchrelay.inspection.facts import nbytes_of
 
@@ -53,8 +72,8 @@ def _distances(one: OpenedState, other: OpenedState, found: Differences) -> list
     after = {tensor.name: tensor for tensor in other.contents.tensors}
     differing = []
     with progress_bar("comparing") as show:
-        bar = Bar(show, sum(nbytes_of(before[name]) for name in found.same))
-        for name in found.same:
+        bar = Bar(show, sum(nbytes_of(before[name]) for name in names))
+        for name in names:
             differing.append(distance((one, before[name]), (other, after[name])))
             bar.add(nbytes_of(before[name]))
     return differing
