@@ -113,8 +113,8 @@ def test_it_is_learned_where_no_flag_tells(how: str, root: Path) -> None:
             written.append(save(how, held, step, job.dicts).bytes_written)
             got = held.load(step=step).state["model"]
             assert all(torch.equal(one, got[key]) for key, one in job.copy().items())
-    assert written[0] is not None and written[-1] is not None
-    assert written[-1] < written[0] / 5, written
+    trained = 3 * 4 * (512 * 16 + 16)
+    assert all(one is not None and one < 1.1 * trained + 8192 for one in written[2:]), written
 
 
 @pytest.mark.parametrize("how", SAVES)
@@ -167,7 +167,7 @@ def test_adapters_between_the_tensors_of_a_model(how: str, root: Path) -> None:
             got = held.load(step=step).state["model"]
             assert all(torch.equal(one, got[name]) for name, one in state.items())
     trained = 16 * 4 * 512 * 4
-    assert written[-1] is not None and written[-1] < 1.1 * trained, written
+    assert all(one is not None and one < 1.1 * trained for one in written[2:]), written
 
 
 def test_what_thaws_moves_once_and_what_rests_stays_linked(root: Path) -> None:

@@ -5,11 +5,10 @@ separate from those that change. Letters stand for tensors, and a file for each 
 
     step   changed    files           written
     1      -          [a b c d]       all of it: nothing is known
-    2      c d        [a b c d]       all of it; its digests tell that a and b rest
-    3      c d        [a b] [c d]     both, once
-    4      c d        [a b] [c d]     [c d]
-    5      b c d      [a] [b c d]     both: b does not rest any more
-    6      b c d      [a] [b c d]     [b c d]
+    2      c d        [a b] [c d]     both, once: the digests tell that a and b rest
+    3      c d        [a b] [c d]     [c d]
+    4      b c d      [a] [b c d]     both: b does not rest any more
+    5      b c d      [a] [b c d]     [b c d]
 
 A tensor that has changed after it rested must rest for longer the next time before it is moved.
 """
@@ -29,7 +28,7 @@ Marks = np.ndarray[Any, np.dtype[np.bool_]]
 Column = np.ndarray[Any, np.dtype[np.int64]]
 
 LEAST_BYTES = 1 << 20  # of a file of tensors that rest: a smaller one costs as much to take over
-SMALL_BYTES = 64 << 20  # files below this are joined with what comes to rest after them
+SMALL_BYTES = 64 << 20  # files of this size are not joined with others
 MOST_WAITS = 10  # of the doublings of the time that a tensor has to rest
 
 
@@ -103,25 +102,38 @@ class Resting:
         self.revision += 1
 
     def _add(self, groups: dict[Entry, str], entries: Sequence[Entry]) -> None:
-        """New files of entries that rest. The small files of their groups are joined with them."""
+        """New files of entries that rest. Smaller files of their groups are joined with them, so
+        that there are few, and a tensor is written again a few times at most."""
         by_group: dict[str, list[Entry]] = {}
         for entry in entries:
             by_group.setdefault(groups[entry], []).append(entry)
         for group, members in by_group.items():
-            small = [
-                file
-                for file in self._files
-                if groups.get(file[0]) == group and _nbytes(file) < SMALL_BYTES
-            ]
-            members[:0] = [one for file in small for one in file]
-            if _nbytes(members) < LEAST_BYTES:
+            small, total = [], _nbytes(members)
+            for file in sorted(self._files, key=_nbytes):
+                if groups.get(file[0]) == group and _nbytes(file) < min(2 * total, SMALL_BYTES):
+                    small.append(file)
+                    total += _nbytes(file)
+            if total < LEAST_BYTES:
                 continue
+            members[:0] = [one for file in small for one in file]
             self._files = [file for file in self._files if file not in small]
             self.revision += 1
             for places in split([one.nbytes for one in members], self._file_bytes):
                 self._files.append(tuple([members[n] for n in places]))
             for one in members:
                 self._rests.pop(one, None)
+
+
+def own_chunks(file: FileLayout, sizes: Sequence[int]) -> tuple[Column, Column, Column, Column]:
+    """Of each entry of a file, in its order: the chunks that have some of it, from a first to a
+    last, and those that have nothing else. Each range is without its end."""
+    starts, places = np.array(file.placed, np.int64).T
+    stops = starts + np.array([sizes[n] for n in places.tolist()], np.int64)
+    first, stop = starts // file.chunk_bytes, -(-stops // file.chunk_bytes)
+    own, own_stop = -(-starts // file.chunk_bytes), stops // file.chunk_bytes
+    ends = stops == file.nbytes
+    own_stop[ends] = stop[ends]  # the last chunk is shorter
+    return first, stop, own, np.maximum(own, own_stop)
 
 
 def unchanged(file: FileLayout, sizes: Sequence[int], before: bytes, now: bytes) -> list[int]:
@@ -143,12 +155,9 @@ def unchanged(file: FileLayout, sizes: Sequence[int], before: bytes, now: bytes)
     differs = one != other
     if differs.all():
         return []
-    starts, places = np.array(file.placed, np.int64).T
-    stops = starts + np.array([sizes[n] for n in places.tolist()], np.int64)
-    touched = starts // file.chunk_bytes, -(-stops // file.chunk_bytes)
-    own = -(-starts // file.chunk_bytes), stops // file.chunk_bytes
-    own[1][stops == file.nbytes] = touched[1][stops == file.nbytes]  # the last chunk is shorter
-    changed = np.where(own[0] < own[1], _any(differs, *own), _any(differs, *touched))
+    places = np.array([place for _, place in file.placed])
+    *touched, own, own_stop = own_chunks(file, sizes)
+    changed = np.where(own < own_stop, _any(differs, own, own_stop), _any(differs, *touched))
     # A chunk that differs has an entry that changed: all of its entries, if nothing else tells.
     edges = np.zeros(len(differs) + 1, np.int64)
     np.add.at(edges, touched[0][changed], 1)
@@ -161,7 +170,7 @@ def unchanged(file: FileLayout, sizes: Sequence[int], before: bytes, now: bytes)
 def _any(marks: Marks, first: Column, stop: Column) -> Marks:
     """Whether any of the marks [first, stop) is set, for each pair with first <= stop."""
     ahead = np.concatenate([[0], np.cumsum(marks)])
-    found: Marks = ahead[np.maximum(first, stop)] > ahead[first]
+    found: Marks = ahead[stop] > ahead[first]
     return found
 
 

@@ -11,12 +11,15 @@ from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from typing import NamedTuple
 
+import numpy as np
+
+from torchrelay.geometry import DIGEST_BYTES
 from torchrelay.planning.stored import stored_tensors
 from torchrelay.record.schema import Record
 from torchrelay.shares import resting
 from torchrelay.shares.file_hashing import FileHashing
 from torchrelay.shares.layout import Entry, FileLayout, ShareLayout, arrange
-from torchrelay.shares.resting import Resting, unchanged
+from torchrelay.shares.resting import Resting, own_chunks, unchanged
 from torchrelay.shares.share import Share
 from torchrelay.state.frozen import storage_of
 from torchrelay.stores.draft import CommittedFile, DataFiles
@@ -45,7 +48,7 @@ class KnownStep:
         for file, digests in self._own.values():
             self._alike[file.nbytes, file.chunk_bytes].append(KnownFile(file.name, digests))
         for volume in record.volumes if record is not None else ():
-            if len(volume.digests) == volume.chunks * 16:
+            if len(volume.digests) == volume.chunks * DIGEST_BYTES:
                 known = KnownFile(volume.name, volume.digests)
                 self._alike[volume.nbytes, volume.chunk_bytes].append(known)
 
@@ -100,6 +103,7 @@ class Reuse:
         self.begun = False
         self._last: dict[bytes, tuple[FileLayout, bytes]] = {}  # of the last committed step
         self._token = ""  # of its draft
+        self._looked = False  # for what rests, before the first save that might reuse it
         self._differing: dict[str, int] = {}  # by file, a chunk that has changed
         self._arrangement: _Arrangement | None = None
 
@@ -128,7 +132,7 @@ class Reuse:
             return share
         share.hash_on_devices()
         taken, changed = self._compare_resting(share, separate, step)
-        if changed:
+        if self._look(share, separate, step) or changed:
             share, separate = self._arranged(share)
             share.hash_on_devices()
         for number, file in enumerate(share.layout.files):
@@ -182,6 +186,33 @@ class Reuse:
         self._resting.changed(changed)
         return taken, bool(gone or changed)
 
+    def _look(self, share: Share, separate: Collection[int], step: KnownStep) -> bool:
+        """Once, at the second save of a job: find what rests before everything is written again.
+        Whether there is something.
+
+        A chunk in the middle of each tensor tells that it has changed, as nearly all have where all
+        of a model is trained. Only the others are hashed whole.
+        """
+        entries, sizes = share.layout.entries, share.layout.sizes
+        rested = False
+        for number, file in enumerate(share.layout.files):
+            before = step.before(file)
+            if self._looked or before is None or _has(file, separate) or not file.placed:
+                continue
+            hashing = FileHashing(share, number)
+            first, stop, own, own_stop = own_chunks(file, sizes)
+            probes = np.where(own < own_stop, (own + own_stop) // 2, first)
+            now = hashing.some(np.unique(probes).tolist())
+            alike = [n for n in range(len(probes)) if _same(before.digests, now, probes[n])]
+            rest = {n for one in alike for n in range(first[one], stop[one])}
+            still = unchanged(file, sizes, before.digests, hashing.some(sorted(rest)))
+            if len(still) == len(file.placed):  # it is taken over as it is
+                continue
+            self._resting.rested(file, entries, still)
+            rested = rested or bool(still)
+        self._looked = self._looked or bool(self._last)
+        return rested
+
     def _found(self, share: Share, number: int, step: KnownStep) -> KnownFile | None:
         """The file of the step that has the same bytes."""
         file = share.layout.files[number]
@@ -212,6 +243,11 @@ class Reuse:
             for file, made in zip(share.layout.files, digests, strict=True)
         }
         self._token = token
+
+
+def _same(one: bytes, other: bytes, chunk: int) -> bool:
+    at = slice(chunk * DIGEST_BYTES, (chunk + 1) * DIGEST_BYTES)
+    return one[at] == other[at]
 
 
 def _has(file: FileLayout, places: Collection[int]) -> bool:
