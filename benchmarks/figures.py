@@ -440,39 +440,28 @@ def _stall() -> tuple[float, float]:
 def headline() -> str:
     kept = {row["case"]: row for row in result(f"{CPU}/keeper.json")["recovery"]["rows"]}
     ours, theirs = _stall()
-    loads = {
-        (row["name"], row["where"]): row["gb_s"] for row in result(f"{GPU}/loaders.json")["rows"]
-    }
     slow = {(r["who"], r["mode"]): r["ratio"] for r in result(f"{CPU}/links.json")["rows"]}
-    shm = "/dev/shm"
     rows = [
         [
             "Restarted worker, 1.07 GB, until landed",
             f"{seconds(kept['keeper']['seconds'])} s from a keeper",
-            f"`dcp.load`, disk: {seconds(kept['dcp.load, cold']['seconds'], up=False)} s",
-            "2 cores",
+            f"`dcp.load`, page cache: {seconds(kept['dcp.load, hot']['seconds'], up=False)} s",
+            "`benchmarks.keeper`, 2 cores",
         ],
         [
             "Training stall of an asynchronous save, 8.6 GB",
             f"{seconds(ours)} s",
             f"`dcp.async_save`: {seconds(theirs, up=False)} s",
-            "one H200",
-        ],
-        [
-            "Load to a GPU, verified, 8 GB in /dev/shm",
-            f"{rate(loads['torchrelay, in place, atomic', shm])} GB/s",
-            f"safetensors: {rate(loads['safetensors', shm])}; "
-            f"instanttensor: {rate(loads['instanttensor', shm])} GB/s, unverified",
-            "one H200",
+            "`benchmarks.gpu.checkpoint`, one H200",
         ],
         [
             "Three receivers over 1 Gbit/s, to one",
             f"{_up(slow['torchrelay', 'in place'])}x the time",
             f"`PGTransport`: {ratio(slow['torch', 'in place'])}",
-            "4 namespaces, 2 cores",
+            "`benchmarks.links`, 4 namespaces, 2 cores",
         ],
     ]
-    return table(["", "torchrelay", "compared with", "hardware"], rows)
+    return table(["", "torchrelay", "compared with", "run `python -m`"], rows)
 
 
 def tcp_in_place() -> str:
@@ -510,7 +499,7 @@ def bars() -> list[tuple[str, float]]:
         ("live, 20,000 small tensors, in place", live["20,000 tensors of 4 KB", "in place"]),
         ("save 4.1 GB to disk, synced", saves["save-disk"]["torchrelay"]["ratio"]),
         ("load 4.1 GB, verified, warm", saves["load-warm"]["torchrelay"]["ratio"]),
-        ("restarted worker: keeper, dcp.load hot", kept["dcp.load, hot"]["keeper_is_faster"]),
+        ("restarted worker, 1.07 GB, page cache", kept["dcp.load, hot"]["keeper_is_faster"]),
     ]
 
 

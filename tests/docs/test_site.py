@@ -21,7 +21,7 @@ from torchrelay.check import bucket, folder, links
 # Words that a page has, written by hand; the two formats are looked up, not read through.
 MOST_WORDS = 1_700
 MOST_WORDS_OF_FORMATS = {"wire-format.md": 5_200, "checkpoint-format.md": 2_100}
-MOST_WORDS_OF_README = 900
+MOST_WORDS_OF_README = 800
 GENERATED = {"conformance.md", "index-a-z.md", "map.md", "module-list.md", "reference.md"}
 REGIONS = re.compile(
     r"<!-- (?:figures: [\w-]+|conformance|generated: \w+) -->.*?<!-- end of \w+ -->", re.S
@@ -41,6 +41,17 @@ def words_of(text: str) -> int:
 
 def test_the_readme_is_short() -> None:
     assert len(text_of("README.md").split()) <= MOST_WORDS_OF_README
+
+
+def test_every_cell_of_the_comparison_has_its_source() -> None:
+    """A test or a measurement of ours, or the project's documentation; or the cell is empty."""
+    section = text_of("README.md").split("## Comparison\n", 1)[1].split("\n## ", 1)[0]
+    head, _, *rows = [line for line in section.splitlines() if line.startswith("|")]
+    assert len(rows) >= 5
+    for row in rows:
+        name, *cells = [cell.strip() for cell in row.strip("|").split("|")]
+        assert name and len(cells) == head.count("|") - 2
+        assert all(re.fullmatch(r"\[[\w ]+\]\(\S+\)|", cell) for cell in cells), row
 
 
 BY_HAND = [path for path in PAGES if path.name not in GENERATED]
