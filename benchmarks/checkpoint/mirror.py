@@ -27,6 +27,7 @@ from benchmarks.harness import machine, save
 RESULT = Path(__file__).parents[1] / "results" / "checkpoint-mirror.json"
 NAMES = ("none", "directory", "bucket that does not answer")
 FIGURES = ("stall", "commit", "compute")
+FIRST = 3  # saves of a block that do not count: processes start
 
 
 @contextmanager
@@ -50,7 +51,7 @@ def compute(seconds: float) -> None:
 
 
 def block(root: str, mirror: str | None, state: Any, saves: int) -> list[dict[str, float]]:
-    """Seconds of each save but the first, in a new directory."""
+    """Seconds of each save but the first ones, in a new directory."""
     rows = []
     with tempfile.TemporaryDirectory(dir=root) as folder:
         named = None if mirror is None else f"{folder}/mirror" if mirror == "here" else mirror
@@ -58,7 +59,7 @@ def block(root: str, mirror: str | None, state: Any, saves: int) -> list[dict[st
             f"{folder}/root", keep=2, mirror=named, no_dist=True, timeout=60
         )
         checkpointer.prepare(state)
-        for step in range(saves + 1):
+        for step in range(saves + FIRST):
             begun = time.perf_counter()
             pending = checkpointer.save_async(step, state)
             stall = time.perf_counter() - begun
@@ -71,7 +72,7 @@ def block(root: str, mirror: str | None, state: Any, saves: int) -> list[dict[st
         # The job is over: what it would wait for at its end is no part of this.
         checkpointer._stored.close(0.01)
         checkpointer.close()
-    return rows[1:]
+    return rows[FIRST:]
 
 
 def measure(mebibytes: int, saves: int, rounds: int, tell: Callable[[str], None]) -> dict[str, Any]:
@@ -103,7 +104,7 @@ def main() -> int:
     def tell(text: str) -> None:
         print(text, file=sys.stderr, flush=True)
 
-    found = measure(4, 2, 1, tell) if options.small else measure(128, 6, 8, tell)
+    found = measure(4, 2, 1, tell) if options.small else measure(32, 10, 6, tell)
     base = found["rows"][0]
     for row in found["rows"]:
         shown = ", ".join(

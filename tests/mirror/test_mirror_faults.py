@@ -263,6 +263,19 @@ def test_a_mirror_that_stalls_keeps_no_save_waiting(s3: S3, tmp_path: Path) -> N
     assert check_mirror(s3.url("mirror")) == [1, 6]
 
 
+def test_a_bucket_with_a_mirror_in_a_directory(s3: S3, tmp_path: Path) -> None:
+    root, mirror = s3.url("root"), str(tmp_path / "mirror")
+    with tr.Checkpointer(root, mirror=mirror, no_dist=True, timeout=SECONDS) as ckpt:
+        ckpt.save_async(1, state(1)).result(SECONDS)
+    assert ckpt.mirror_failures == 0
+    s3.hook = lambda method, path: 404 if "safetensors" in path else None
+    with tr.Checkpointer(root, mirror=mirror, no_dist=True, timeout=SECONDS) as ckpt:
+        into = state(0)
+        with pytest.warns(RuntimeWarning, match="taken from"):
+            assert ckpt.restore(into) == 1 and equal(into, state(1))
+        s3.hook = None
+
+
 def save_and_lose(
     rank: int, group: Any, root: str, mirror: str, environment: dict[str, str]
 ) -> list[Any]:

@@ -19,6 +19,7 @@ from torchrelay.sources.places import StoreSource
 from torchrelay.stores.locate import OBJECTS, open_store, scheme_of
 from torchrelay.stores.retry import storage_faults
 from torchrelay.stores.store import Store
+from torchrelay.system import needs_linux
 
 
 @dataclass(frozen=True)
@@ -47,6 +48,8 @@ class MirrorSteps:
     def __init__(
         self, mirror: Mirror, root: Store, ranks: Coordinator, timeout: float, *, copies: bool
     ) -> None:
+        if copies:
+            needs_linux("a mirror that steps are copied to")
         self._store = open_store(mirror.url, timeout=timeout)
         _check_places(root.url, self._store.url)
         self._ranks, self._timeout = ranks, timeout

@@ -25,6 +25,7 @@ from torchrelay.stores.opening import OpenedStep, open_step
 from torchrelay.stores.retry import storage_faults
 from torchrelay.stores.store import Store
 
+REQUEST_SECONDS = 300.0  # of one request to a service, with its retries
 MORE_NICE = 5  # than the writer process: saves go first
 
 Call = Literal["copy", "wait"]
@@ -90,8 +91,9 @@ class _Copier:
     def _run(self, request: CopyRequest, timeout: float) -> None:
         answer = self._answer
         try:
-            source = open_store(request.source, timeout=timeout)
-            self._copy(source, open_store(request.target, timeout=timeout), request, answer)
+            seconds = min(timeout, REQUEST_SECONDS)
+            source = open_store(request.source, timeout=seconds)
+            self._copy(source, open_store(request.target, timeout=seconds), request, answer)
             answer.outcome = "copied"
         except StepNotFoundError:
             answer.outcome = "gone"
