@@ -30,6 +30,7 @@ LAYERS: list[set[str]] = [
         "shortage",
         "steps",
         "results",
+        "tables",
     },
     {"options", "pending"},
     {"processes"},

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
 from torchrelay.errors import ReplicaError
+from torchrelay.tables import html_table
 
 RANKS_SHOWN, PATHS_SHOWN = 16, 4  # in a message
 
@@ -150,18 +151,20 @@ class Report:
     def _with(self, status: str) -> dict[Peer, Outcome]:
         return {name: peer for name, peer in self.peers.items() if peer.status == status}
 
-    def __str__(self) -> str:
+    def _headline(self) -> str:
         spent = self.total_seconds
         step = "" if self.step is None else f"step {self.step}: "
+        if self.skipped is not None:
+            return f"{step}skipped: {self.skipped}"
         route = f" by route {self.route}" if self.route else ""
         over = f" over {self.traffic.connections} connections" if self.traffic.connections else ""
         speed = self.bytes / spent / 1e9 if spent else 0.0
         rate = f", {speed:.2f} GB/s" if speed >= 0.01 else ""
         reused = f", {self.bytes_reused} of them reused" if self.bytes_reused else ""
-        lines = [f"{step}{self.bytes} bytes{reused}{route}{over} in {spent:.3g} s{rate}"]
-        if self.skipped is not None:
-            lines = [f"{step}skipped: {self.skipped}"]
-        lines += map(str, self.attempts)
+        return f"{step}{self.bytes} bytes{reused}{route}{over} in {spent:.3g} s{rate}"
+
+    def __str__(self) -> str:
+        lines = [self._headline(), *map(str, self.attempts)]
         for name, peer in self.peers.items():
             if peer.status != "done":
                 shown = f"rank {name}" if isinstance(name, int) else name
@@ -170,6 +173,25 @@ class Report:
         lines += [f"not by {name}: {why}" for name, why in self.instead.items()]
         lines.append(", ".join(f"{phase} {each:.3g} s" for phase, each in self.seconds.items()))
         return "\n  ".join(line for line in lines if line)
+
+    def _repr_html_(self) -> str:
+        """For notebooks: the summary, and tables of phases, peers and attempts."""
+        phases = [(phase, f"{each:.3g}") for phase, each in self.seconds.items()]
+        parts = [html_table(self._headline(), ("phase", "seconds"), phases)]
+        if self.peers:
+            peers = [
+                (name, one.status, one.route, "" if one.bytes is None else one.bytes, one.why)
+                for name, one in self.peers.items()
+            ]
+            parts.append(html_table("peers", ("", "outcome", "route", "bytes", "why"), peers))
+        if self.attempts:
+            head = ("source", "step", "outcome")
+            parts.append(html_table("attempts", head, self.attempts))
+        if self.differing:
+            differing = [(one.path, one.kind, one.named_ranks) for one in self.differing]
+            head = ("path", "kind", "ranks")
+            parts.append(html_table("replicas that differ", head, differing))
+        return "".join(parts)
 
 
 @dataclass(frozen=True, eq=False)
@@ -184,3 +206,7 @@ class Loaded:
     report: Report
     seed: Any = None
     back_from: int | None = None
+
+    def _repr_html_(self) -> str:
+        """For notebooks: the report."""
+        return self.report._repr_html_()

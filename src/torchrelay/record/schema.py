@@ -42,6 +42,7 @@ from torchrelay.record.manifest import (
     Size,
 )
 from torchrelay.steps import MAX_STEP
+from torchrelay.tables import html_table
 
 VERSION = (4, 0)
 _FEW = 32  # boxes that are looked at one by one
@@ -358,6 +359,14 @@ class Record(_MapRecord, frozen=True, kw_only=True):
         """The kinds of devices that images come from."""
         used = np.flatnonzero(np.bincount(self.image_devices)) if self.images else ()
         return {self.devices[n] for n in used}
+
+    def _repr_html_(self) -> str:
+        """For notebooks: who wrote the step when, and its files."""
+        made = f", {self.origin.time}, torch {self.origin.torch}" if self.origin else ""
+        nbytes = sum(volume.nbytes for volume in self.volumes)
+        caption = f"step {self.step}: {nbytes} bytes of {len(self.ranks)} ranks{made}"
+        files = [(volume.name, volume.nbytes, volume.chunks) for volume in self.volumes]
+        return html_table(caption, ("file", "bytes", "chunks"), files)
 
     @property
     def nbytes(self) -> int:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from torchrelay.results import Differing, replica_error
+from torchrelay.tables import html_table
 
 
 class FirstDifference(NamedTuple):
@@ -54,21 +55,34 @@ class Comparison:
             raise replica_error(self.differing, self.differ)
         return self
 
-    def __str__(self) -> str:
+    def _headline(self) -> str:
         compared = f"{self.tensors} tensors of {self.bytes:,} bytes compared on this rank"
-        head = f"{compared} in {self.seconds:.3g} s"
-        if self.equal:
-            return f"replicas are equal: {head}"
+        result = "replicas are equal" if self.equal else f"replicas of {self.differ} tensors differ"
+        return f"{result}: {compared} in {self.seconds:.3g} s"
+
+    def _rows(self) -> list[tuple[str, str, str, str]]:
+        """Path, kind, ranks and first difference of each."""
         details = {one.path: str(one) for one in self.details}
-        rows = [("path", "kind", "ranks", "first difference" if details else "")]
-        rows += [
+        return [
             (one.path, one.kind, one.named_ranks, details.get(one.path, ""))
             for one in self.differing
         ]
+
+    def __str__(self) -> str:
+        if self.equal:
+            return self._headline()
+        head = ("path", "kind", "ranks", "first difference" if self.details else "")
+        rows = [head, *self._rows()]
         wide = [max(map(len, column)) for column in zip(*rows, strict=True)]
         lines = [
             f"{a:{wide[0]}}  {b:{wide[1]}}  {c:{wide[2]}}  {d}".rstrip() for a, b, c, d in rows
         ]
         if (rest := self.differ - len(self.differing)) > 0:
             lines.append(f"and {rest} more")
-        return "\n  ".join([f"replicas of {self.differ} tensors differ: {head}", *lines])
+        return "\n  ".join([self._headline(), *lines])
+
+    def _repr_html_(self) -> str:
+        """For notebooks: the summary and a table of the tensors that differ."""
+        return html_table(
+            self._headline(), ("path", "kind", "ranks", "first difference"), self._rows()
+        )
