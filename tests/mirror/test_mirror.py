@@ -6,6 +6,7 @@ from __future__ import annotations
 import os
 import shutil
 import signal
+import threading
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -18,6 +19,7 @@ import torchrelay as tr
 from tests.support.ranks import state_of
 from tests.support.saved import equal, state
 from torchrelay.mirror.background import Mirroring
+from torchrelay.mirror.client import MirrorProcess
 
 SECONDS = 60.0
 
@@ -34,18 +36,40 @@ def settled(ckpt: tr.Checkpointer) -> None:
     assert running is None or running.wait(SECONDS)
 
 
+class Stopped:
+    """A process that copies, and does nothing now."""
+
+    def __init__(self, process: MirrorProcess) -> None:
+        assert process.pid is not None
+        self.pid = process.pid
+        self.asked = threading.Event()
+        exchange = process.exchange
+
+        def noted(*arguments: Any) -> bytes:
+            self.asked.set()
+            return exchange(*arguments)
+
+        process.exchange = noted  # type: ignore[method-assign]
+        os.kill(self.pid, signal.SIGSTOP)
+
+    def kill(self) -> None:
+        """Kill it, once it has been sent a request: before that, another one would be started."""
+        assert self.asked.wait(SECONDS)
+        os.kill(self.pid, signal.SIGKILL)
+
+
 @contextmanager
-def stopped(ckpt: tr.Checkpointer) -> Iterator[int]:
+def stopped(ckpt: tr.Checkpointer) -> Iterator[Stopped]:
     """Within: the process that copies does nothing. A save before has started it."""
     settled(ckpt)
-    pid = mirroring(ckpt)._process.pid
-    assert pid is not None
-    os.kill(pid, signal.SIGSTOP)
+    process = mirroring(ckpt)._process
+    found = Stopped(process)
     try:
-        yield pid
+        yield found
     finally:
-        if state_of(pid) not in "ZX":
-            os.kill(pid, signal.SIGCONT)
+        del process.exchange
+        if state_of(found.pid) not in "ZX":
+            os.kill(found.pid, signal.SIGCONT)
 
 
 def files_of(root: Path) -> dict[str, bytes]:
@@ -138,10 +162,10 @@ def test_a_step_stays_until_it_is_copied_and_those_between_are_left_out(places: 
 def test_a_process_that_dies_costs_a_failure_and_the_next_step_is_copied(places: Places) -> None:
     with places.open(every=10) as ckpt:
         ckpt.save(1, state(1))
-        with stopped(ckpt) as pid:
+        with stopped(ckpt) as copier:
             for step in range(2, 12):
                 ckpt.save(step, state(step))
-            os.kill(pid, signal.SIGKILL)
+            copier.kill()
         settled(ckpt)
         assert ckpt.mirror_failures == 1
         ckpt.save(12, state(12))  # which is not due, but the one before is owed
@@ -162,10 +186,10 @@ def test_at_the_end_a_copy_that_is_owed_is_tried_again(places: Places) -> None:
 def test_a_close_that_takes_too_long_ends_the_copy(places: Places) -> None:
     ckpt = places.open(timeout=4)
     ckpt.save(1, state(1))
-    with stopped(ckpt) as pid:
+    with stopped(ckpt) as copier:
         ckpt.save(2, state(2))
         ckpt.close()
-        assert state_of(pid) in "ZX"
+        assert state_of(copier.pid) in "ZX"
     assert ckpt.mirror_failures == 1
     with places.open() as ckpt:
         assert ckpt.restore(state(0)) == 2
@@ -243,9 +267,9 @@ def test_a_step_that_was_saved_otherwise_is_the_root_s(places: Places) -> None:
         ckpt.save(1, state(1))
         ckpt.save(2, state(2))
         settled(ckpt)
-        with stopped(ckpt) as pid:
+        with stopped(ckpt) as copier:
             ckpt.save(1, state(9), overwrite=True)
-            os.kill(pid, signal.SIGKILL)
+            copier.kill()
         settled(ckpt)
         places.mirror.rename(places.mirror.with_name("away"))
         places.mirror.write_text("")
@@ -349,10 +373,10 @@ def in_child(act: Callable[[], bool]) -> bool:
 def test_a_forked_child_leaves_the_copies_alone(places: Places) -> None:
     with places.open() as ckpt:
         ckpt.save(1, state(1))
-        with stopped(ckpt) as pid:
+        with stopped(ckpt) as copier:
             ckpt.save(2, state(2))
             assert in_child(lambda: ckpt.close() is None)
-            assert state_of(pid) == "T"
+            assert state_of(copier.pid) == "T"
     assert steps(places.mirror) == [1, 2] and ckpt.mirror_failures == 0
 
 
