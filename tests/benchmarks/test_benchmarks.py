@@ -335,6 +335,12 @@ def test_mirror_benchmark_runs_small(tmp_path: Path) -> None:
     assert all(row["stall_s"] > 0 and row["commit_s"] > 0 for row in found["rows"])
 
 
+def test_replicas_benchmark_runs_small(tmp_path: Path) -> None:
+    found = measured(tmp_path / "replicas.json", "benchmarks.replicas")
+    assert [row["tensors"] for row in found["rows"]] == [32, 200]
+    assert all(row["hash_s"] > 0 and row["ratio"] > 0 for row in found["rows"])
+
+
 def test_scale_benchmark_runs_small(tmp_path: Path) -> None:
     out = tmp_path / "scale.json"
     words = ["--ranks", "4,8", "--tensors", "40", "--looks", "2", "--out", str(out)]

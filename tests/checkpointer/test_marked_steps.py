@@ -62,13 +62,13 @@ def marked(rank: int, group: Any, folder: str) -> None:
             loaded = checkpointer.load(state)
         (attempt,) = loaded.report.attempts
         assert loaded.step == 1 and attempt.step == 3 and "replicas differ" in attempt.outcome
-        assert checkpointer.load(state, step=3).step == 3  # what it is told
+        assert checkpointer.load(state, step=3).step == 3  # the caller names it
         assert value_of(net) == 3.0 + rank  # each rank has its own again
         with pytest.warns(RuntimeWarning, match="marked: replicas differ"):
             recovered = tr.recover([checkpointer], into=state, group=group)
         assert recovered is not None and recovered.step == 1 and value_of(net) == 1.0
         assert "step 3" in str(recovered.report) and "marked" in str(recovered.report)
-        # The run goes on from there: a marked step is in nobody's way, and is replaced.
+        # The run continues from there: a marked step allows lower ones, and is replaced.
         set_values(net, 2.5)
         checkpointer.save(2, state)
         set_values(net, 3.5)

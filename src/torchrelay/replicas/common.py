@@ -7,8 +7,8 @@ kept for the next call: which leaves are replicas, their paths and teams. No ten
 from __future__ import annotations
 
 import weakref
-from collections import defaultdict
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
+from itertools import groupby
 from typing import Any, NamedTuple
 
 import msgspec
@@ -52,6 +52,24 @@ class _Common(NamedTuple):
     team: bytes
 
 
+class _AllCommon(NamedTuple):
+    """All of them, in the order of teams and paths. `teams`: of each the first one, the end, and a
+    digest of its paths."""
+
+    rows: list[_Common]
+    teams: list[tuple[bytes, int, int, bytes]]
+
+    @classmethod
+    def of(cls, found: Iterable[_Common]) -> _AllCommon:
+        rows = sorted(found, key=lambda one: (one.team, one.path))
+        teams, first = [], 0
+        for team, several in groupby(rows, key=lambda one: one.team):
+            paths = [one.path for one in several]
+            teams.append((team, first, first + len(paths), xxhash.xxh3_128_digest(_encode(paths))))
+            first += len(paths)
+        return cls(rows, teams)
+
+
 class _Leaves(NamedTuple):
     """The leaves of a state, with the paths at which they are, in the order of `tree`."""
 
@@ -64,44 +82,51 @@ class _Leaves(NamedTuple):
 class CommonTensors:
     """The replicas in one state, in the order of their teams and paths."""
 
-    def __init__(self, common: list[_Common], leaves: Sequence[Any]) -> None:
+    def __init__(self, common: _AllCommon, leaves: Sequence[Any]) -> None:
         self._common = common
-        self.tensors = [_local(leaves[one.leaf]) for one in common]
+        rows = common.rows
+        self.tensors: list[torch.Tensor] = [leaves[one.leaf] for one in rows]
+        if not _PLAIN.issuperset(map(type, self.tensors)):
+            self.tensors = [*map(_local, self.tensors)]
         # Before an address is used, the memory is known to be there.
-        plain = np.zeros(len(common), bool)
-        plain[find_plain(self.tensors, sent=False).leaves] = True
-        for number in np.flatnonzero(~plain).tolist():
-            with naming(common[number].path):
+        self._plain = find_plain(self.tensors, sent=False)
+        others = np.ones(len(rows), bool)
+        others[self._plain.leaves] = False
+        for number in np.flatnonzero(others).tolist():
+            with naming(rows[number].path):
                 self.tensors[number] = with_memory(self.tensors[number])
         self._values: list[bytes] = []
 
+    @classmethod
+    def none(cls) -> CommonTensors:
+        return cls(_AllCommon([], []), [])
+
     @property
     def nbytes(self) -> int:
-        return sum(tensor.nbytes for tensor in self.tensors)
+        others = set(range(len(self.tensors))).difference(self._plain.leaves.tolist())
+        return int(self._plain.nbytes.sum()) + sum(self.tensors[n].nbytes for n in others)
 
     def digests(self) -> TeamDigests:
         """One digest for each team. All bytes are hashed, once."""
-        self._values = value_digests(self.tensors)
-        teams: defaultdict[bytes, list[bytes]] = defaultdict(list)
-        for one, value in zip(self._common, self._values, strict=True):
-            teams[one.team] += (one.path.encode(), value)
-        return {team: xxhash.xxh3_128_digest(_encode(found)) for team, found in teams.items()}
+        self._values = value_digests(self.tensors, self._plain)
+        return {
+            team: xxhash.xxh3_128_digest(paths + b"".join(self._values[first:stop]))
+            for team, first, stop, paths in self._common.teams
+        }
 
     def replicas(self, teams: Collection[bytes]) -> list[Replica]:
         """The tensors of some teams, after `digests`."""
+        columns = self._common.rows, self._values, self.tensors
         return [
             Replica(one.team, one.path, one.kind, value, _layout(tensor))
-            for one, value, tensor in zip(self._common, self._values, self.tensors, strict=True)
+            for one, value, tensor in zip(*columns, strict=True)
             if one.team in teams
         ]
 
     def find(self, path: str) -> torch.Tensor:
         """A tensor that is held in common, by its path."""
-        return next(
-            tensor
-            for one, tensor in zip(self._common, self.tensors, strict=True)
-            if one.path == path
-        )
+        number = next(n for n, one in enumerate(self._common.rows) if one.path == path)
+        return self.tensors[number]
 
 
 class _Known(NamedTuple):
@@ -112,7 +137,7 @@ class _Known(NamedTuple):
     types: list[type]
     specs: list[Any]
     objects: dict[Path, weakref.ref[Any]]
-    common: list[_Common]
+    common: _AllCommon
 
 
 _last: _Known | None = None  # of the last call of this process
@@ -130,7 +155,9 @@ def common_tensors(state: object, selection: ReplicaSelection) -> CommonTensors:
             described = describe(state)
             found = _Leaves(None, described.tensors, described.objects, described.paths)
             return CommonTensors(_find_common(found, selection), found.leaves)
-        specs = [t.dtensor_parts(one)[1] for one in found.leaves if t.is_dtensor(one)]
+        sharded = (n for n, kind in enumerate(types) if kind not in _PLAIN)
+        leaves = [found.leaves[n] for n in sharded]
+        specs = [t.dtensor_parts(one)[1] for one in leaves if t.is_dtensor(one)]
         kept = {
             path: weakref.ref(one.object)
             for path, one in objects.items()
@@ -142,7 +169,7 @@ def common_tensors(state: object, selection: ReplicaSelection) -> CommonTensors:
         return CommonTensors(known.common, found.leaves)
 
 
-def _find_common(found: _Leaves, selection: ReplicaSelection) -> list[_Common]:
+def _find_common(found: _Leaves, selection: ReplicaSelection) -> _AllCommon:
     declared = DeclaredReplicas(found.objects, selection.replicated, members_of)
     by_spec: dict[Any, bytes | None] = {}
     common: list[_Common] = []
@@ -168,7 +195,7 @@ def _find_common(found: _Leaves, selection: ReplicaSelection) -> list[_Common]:
                 kind, team = replicas.kind, _digest(list(replicas.ranks))
         if team is not None:
             common.append(_Common(leaf, name, kind, team))
-    return sorted(common, key=lambda one: (one.team, one.path))
+    return _AllCommon.of(common)
 
 
 def _places(found: _Leaves) -> list[tuple[Path, int]]:

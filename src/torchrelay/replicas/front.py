@@ -130,7 +130,7 @@ class _Comparing:
         self._call, self._deadline, self._rank = call, deadline, rank
         self._split: dict[bytes, Split] = {}  # the coordinator's
         self._teams: tuple[bytes, ...] | None = None  # None: all replicas are equal
-        self.common = CommonTensors([], [])
+        self.common = CommonTensors.none()
 
     def begin(self, state: object, selection: ReplicaSelection, world: int) -> None:
         """The first round: which teams of ranks have different digests."""
