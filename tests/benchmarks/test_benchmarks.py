@@ -368,3 +368,14 @@ def test_the_timeline_of_a_transfer(route: str) -> None:
     steps = ["begin", "-> Join", "-> Offer", "-> Accept", "-> Fetched", "-> Confirmed", " end"]
     found = [done.output.find(step) for step in steps]
     assert -1 not in found and found == sorted(found), done.output
+
+
+def test_reuse_benchmark_runs_small(tmp_path: Path) -> None:
+    out = tmp_path / "reuse.json"
+    found = measured(out, "benchmarks.reuse", "--dir", str(tmp_path))
+    assert out.with_suffix(".png").exists() == bool(find_spec("matplotlib"))
+    for row in found["rows"]:
+        assert row["exact"]
+        if "all" not in row["case"]:
+            assert row["written_of_trained"] < 1.1, row["case"]
+            assert min(row["written"]["all"]) > 5 * max(row["written"]["reuse"][1:])
