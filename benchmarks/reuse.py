@@ -16,6 +16,7 @@ from collections.abc import Callable
 from pathlib import Path
 from statistics import median
 from typing import Any
+from uuid import uuid4
 
 import torch
 import torch.distributed as dist
@@ -121,13 +122,15 @@ def _row(
     ranks: Ranks, place: str, case: tuple[str, str, str], layers: int, saves: int
 ) -> dict[str, Any]:
     how, trains, call = case
-    with tempfile.TemporaryDirectory(dir=place, prefix="reuse-") as root:
-        roots = {way: f"{root}/{way}" for way in WAYS}
-        trained = ranks.run(prepare, how, trains, layers, roots)[0]
+    root = f"{place}/reuse-{uuid4()}"
+    roots = {way: f"{root}/{way}" for way in WAYS}
+    trained = ranks.run(prepare, how, trains, layers, roots)[0]
+    try:
         laps = [ranks.run(lap, step, call) for step in range(1, saves + 1)]
         exact = all(ranks.run(finish, saves))
-        shutil.rmtree(root, ignore_errors=True)
-        Path(root).mkdir()
+    finally:
+        if "://" not in place:
+            shutil.rmtree(root, ignore_errors=True)
     written = {way: [sum(one[way][2] for one in each) for each in laps] for way in WAYS}
     seconds = {way: [each[0][way][0] for each in laps] for way in WAYS}
     waited = {way: [max(one[way][1] for one in each) for each in laps] for way in WAYS}
@@ -151,7 +154,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.reuse", description=__doc__)
     parser.add_argument("--small", action="store_true", help="tiny sizes: a test, not a figure")
     parser.add_argument("--saves", type=int, default=20, help="of each case")
-    parser.add_argument("--dir", nargs="*", help="where steps are saved; by default /tmp, /dev/shm")
+    parser.add_argument(
+        "--dir", nargs="*", help="directories or buckets; by default /tmp, /dev/shm"
+    )
     parser.add_argument("--out", type=Path, help="result file; by default a full run has one")
     options = parser.parse_args()
     places = options.dir or [tempfile.gettempdir(), *(["/dev/shm"] if not options.small else [])]

@@ -165,6 +165,18 @@ def test_tensors_without_elements_need_no_file() -> None:
     ]
 
 
+def test_a_save_without_news_changes_no_layout() -> None:
+    """The layout of 20,000 tensors takes longer than all else that a save decides."""
+    entries = [entry(name, 2 * MIB, "m") for name in "abc"]
+    found = Resting(None)
+    found.begin_with(entries[:1], entries)
+    before = found.revision
+    found.forget([])
+    found.changed([])
+    rest(found, entries)
+    assert found.revision == before
+
+
 def test_what_is_gone_from_the_state_is_left_out() -> None:
     entries = [entry(name, 2 * MIB, "m") for name in "abc"]
     found = Resting(None)
