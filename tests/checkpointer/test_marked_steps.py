@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import warnings
@@ -133,6 +134,29 @@ def test_raise_and_keep(pool2: RankPool, tmp_path: Path) -> None:
     assert sorted(one.name for one in tmp_path.iterdir() if not one.name.startswith(".")) == [
         f"step-{n}" for n in range(1, 5)
     ]
+
+
+def kept_in_memory(rank: int, group: Any, folder: str, job: str) -> None:
+    net, state = state_of(group)
+    with tr.Keeper(job, group=group) as keeper:
+        with tr.Checkpointer(folder, group=group, keeper=keeper) as checkpointer:
+            set_values(net, 1.0)
+            checkpointer.save_async(1, state).result()
+            set_values(net, 2.0 + rank)
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                checkpointer.save_async(2, state).result()
+            assert checkpointer.load(state, step=2).step == 2
+        found = tr.recover([keeper], into=state, group=group)
+        assert found is not None and found.step == 1 and value_of(net) == 1.0
+        dist.barrier(group)
+        if rank == 0:
+            keeper.end()
+        dist.barrier(group)
+
+
+def test_a_keeper_does_not_stage_a_marked_step(pool2: RankPool, tmp_path: Path) -> None:
+    pool2.run(kept_in_memory, str(tmp_path), f"marked-{os.getpid()}")
 
 
 def named(rank: int, group: Any, folder: str) -> None:

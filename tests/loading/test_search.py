@@ -9,6 +9,7 @@ from torchrelay.errors import (
     DamagedError,
     MismatchError,
     RelayError,
+    ReplicaError,
     StepNotFoundError,
     TornStateError,
 )
@@ -106,3 +107,38 @@ def test_the_looks_of_all_ranks_are_compared(
     looks: list[StepLook], found: tuple[Look, int]
 ) -> None:
     assert compare(looks) == found
+
+
+# Marked steps
+
+
+def test_a_marked_step_is_tried_when_no_other_is_left() -> None:
+    found = search(9, 7, 5, 3)
+    fault = ReplicaError("replicas differ")
+    for step in (9, 7):
+        assert found.next() == step and found.is_marked(fault, OPENING)
+        found.pass_over(step, fault)
+    assert found.next() == 5 and not found.takes_marked
+    found.skip(5, DamagedError("wrong digest"))
+    found.listed([9, 7, 5, 3])  # another look does not bring them back
+    assert found.next() == 3
+    found.skip(3, DamagedError("wrong digest"))
+    assert found.next() == 9 and found.takes_marked
+    assert not found.is_marked(fault, OPENING)  # it is not passed over again
+    found.skip(9, DamagedError("wrong digest"))
+    assert found.next() == 7
+    found.skip(7, DamagedError("wrong digest"))
+    with pytest.raises(StepNotFoundError, match="step 3"):
+        found.next()
+
+
+def test_a_step_that_the_caller_names_may_be_marked() -> None:
+    found = search(9, named=9)
+    assert found.next() == 9 and found.takes_marked
+    assert not found.is_marked(ReplicaError("replicas differ"), OPENING)
+
+
+def test_only_a_step_that_was_not_planned_is_passed_over() -> None:
+    found = search(9, 7)
+    assert not found.is_marked(ReplicaError("x"), PLANNED)
+    assert not found.is_marked(DamagedError("x"), OPENING)
