@@ -9,7 +9,7 @@ ROWS_SHOWN = 64
 
 
 def html_table(caption: str, head: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
-    """A table, or only its caption where there are no rows; of many rows the first. Every text is
+    """A table, or its caption alone if `rows` is empty; of many rows the first. Every text is
     escaped: names in a state may be anything."""
     lines = [[escape(str(cell)) for cell in row] for row in rows]
     if not lines:

@@ -364,7 +364,8 @@ class Record(_MapRecord, frozen=True, kw_only=True):
         """For notebooks: who wrote the step when, and its files."""
         made = f", {self.origin.time}, torch {self.origin.torch}" if self.origin else ""
         nbytes = sum(volume.nbytes for volume in self.volumes)
-        caption = f"step {self.step}: {nbytes} bytes of {len(self.ranks)} ranks{made}"
+        of = f" of {len(self.ranks)} ranks" if len(self.ranks) > 1 else ""
+        caption = f"step {self.step}: {nbytes} bytes{of}{made}"
         files = [(volume.name, volume.nbytes, volume.chunks) for volume in self.volumes]
         return html_table(caption, ("file", "bytes", "chunks"), files)
 
