@@ -156,6 +156,15 @@ def kept_structure(rank: int, group: Any) -> None:
     del state["c"]
     found = tr.compare_ranks(state, group, replicated="*")
     assert [one.path for one in found.differing] == ["a"]
+    state["b"] = torch.ones(0)
+    tr.compare_ranks({**state, "a": torch.ones(5)}, group, replicated="*").raise_if_different()
+    state["b"] = torch.full((2,), float(rank))  # was empty
+    found = tr.compare_ranks({**state, "a": torch.ones(5)}, group, replicated="*")
+    assert [one.path for one in found.differing] == ["b"]
+    state["b"] = torch.full((2,), rank + 1.0).to_sparse()  # in the same place
+    found = tr.compare_ranks({**state, "a": torch.ones(5)}, group, replicated="*")
+    assert all(one.path.startswith("b") for one in found.differing) and not found.equal
+    state["b"] = torch.ones(2)
     state["a"] = torch.ones(10)[::2]
     assert tr.compare_ranks(state, group, replicated="*").equal  # however the elements lie
 

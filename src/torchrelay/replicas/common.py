@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Collection, Iterable, Sequence
-from itertools import groupby
+from itertools import compress, groupby
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 import msgspec
@@ -31,6 +32,7 @@ from torchrelay.state.paths import Path, dotted, naming, slots
 from torchrelay.state.replicas import DeclaredReplicas, ReplicaKind, ranks_with_copies
 
 _PLAIN = frozenset((torch.Tensor, torch.nn.Parameter))
+_layout_of = attrgetter("layout")
 _encode = msgspec.msgpack.Encoder().encode
 
 
@@ -150,7 +152,7 @@ def common_tensors(state: object, selection: ReplicaSelection) -> CommonTensors:
         flat, objects = flatten_objects(state)
         found = _Leaves(flat.tree, flat.leaves, objects)
         types = [*map(type, found.leaves)]
-        if any(map(_is_composite, dict(zip(types, found.leaves, strict=True)).values())):
+        if _is_composite(found.leaves, types):
             # Leaves that are made of several tensors: the general way takes them apart.
             described = describe(state)
             found = _Leaves(None, described.tensors, described.objects, described.paths)
@@ -176,7 +178,7 @@ def _find_common(found: _Leaves, selection: ReplicaSelection) -> _AllCommon:
     seen: set[int] = set()
     for path, leaf in _places(found):
         tensor = found.leaves[leaf]
-        if leaf in seen or not isinstance(tensor, torch.Tensor) or not _local(tensor).numel():
+        if leaf in seen or not isinstance(tensor, torch.Tensor):
             continue
         seen.add(leaf)
         name = dotted(path)
@@ -185,9 +187,9 @@ def _find_common(found: _Leaves, selection: ReplicaSelection) -> _AllCommon:
         kind: ReplicaKind = "DTensor"
         team: bytes | None = None
         if t.is_dtensor(tensor):
-            spec = t.dtensor_parts(tensor)[1]
+            local, spec = t.dtensor_parts(tensor)
             if spec not in by_spec:
-                by_spec[spec] = _team_of(spec, selection.members)
+                by_spec[spec] = _team_of(spec, selection.members) if local.numel() else None
             team = by_spec[spec]
         elif type(tensor) in _PLAIN and tensor.layout is torch.strided:
             replicas = declared.of(path)
@@ -213,9 +215,14 @@ def _team_of(spec: Any, members: Collection[int] | None) -> bytes | None:
     return _digest(team) if len(team) > 1 else None
 
 
-def _is_composite(leaf: object) -> bool:
-    """Whether it is a tensor of another class than plain ones and DTensors have."""
-    return isinstance(leaf, torch.Tensor) and type(leaf) not in _PLAIN and not t.is_dtensor(leaf)
+def _is_composite(leaves: Sequence[Any], types: Sequence[type]) -> bool:
+    """Whether some leaf is a tensor with several parts, and not a DTensor."""
+    examples = dict(zip(types, leaves, strict=True))
+    plain = compress(leaves, map(_PLAIN.__contains__, types))
+    return not {*map(_layout_of, plain)} <= {torch.strided} or any(
+        isinstance(one, torch.Tensor) and kind not in _PLAIN and not t.is_dtensor(one)
+        for kind, one in examples.items()
+    )
 
 
 def _local(tensor: Any) -> torch.Tensor:
