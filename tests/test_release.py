@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from tools import versions
+from tools import smoke, versions
 from tools.versions import ENVIRONMENTS
 from tools.wheel import effect_on, wheels_for
 from torchrelay.version import __version__
@@ -159,6 +159,52 @@ def test_the_demo_installs_no_test_tools() -> None:
     assert "'.[cli]'" in recipe and "dev" not in recipe
 
 
+def test_the_citation_is_that_of_the_project() -> None:
+    facts = dict(re.findall(r"^([\w-]+): (.+)$", text_of("CITATION.cff"), re.M))
+    assert facts["cff-version"] == "1.2.0" and facts["title"] == PROJECT["name"]
+    assert facts["version"] == __version__ and facts["license"] == PROJECT["license"]
+    assert "message" in facts and "authors:" in text_of("CITATION.cff")
+
+
+def test_what_is_published_was_tried_on_old_and_new_pythons() -> None:
+    workflow = text_of(".github/workflows/publish.yml")
+    jobs = workflow.split("\njobs:\n", 1)[1]
+    names = re.findall(r"^  (\w+):$", jobs, re.M)
+    assert names == ["build", "smoke", "publish"]
+    assert "run: make package\n" in jobs and "run: python -m tools.smoke\n" in jobs
+    assert re.findall(r"needs: (\w+)", jobs) == ["build", "smoke"]
+    tried = re.findall(r'"(3\.\d+)"', jobs.split("matrix:")[1].split("steps:")[0])
+    named = [c.rpartition(" ")[2] for c in PROJECT["classifiers"] if re.search(r":: 3\.\d", c)]
+    assert tried[0] == named[0] and tried[-1] == named[-1] and set(tried) <= set(named)
+    assert (
+        "id-token: write" in jobs.split("  publish:")[1]
+        and "id-token" not in jobs.split("  publish:")[0]
+    )
+
+
+def test_only_a_wheel_and_a_source_archive_are_tried(tmp_path: Path) -> None:
+    wheel, archive = tmp_path / "a-1.whl", tmp_path / "a-1.tar.gz"
+    with pytest.raises(smoke.SmokeError, match="make package"):
+        smoke.archives(tmp_path)
+    wheel.touch()
+    with pytest.raises(smoke.SmokeError):
+        smoke.archives(tmp_path)
+    archive.touch()
+    assert smoke.archives(tmp_path) == [wheel, archive]
+    (tmp_path / "b-2.whl").touch()
+    with pytest.raises(smoke.SmokeError):
+        smoke.archives(tmp_path)
+
+
+def test_a_step_that_fails_shows_its_output(tmp_path: Path) -> None:
+    say = [sys.executable, "-c", "print('why'); raise SystemExit(3)"]
+    assert smoke.run(say, tmp_path, code=3) == "why\n"
+    with pytest.raises(smoke.SmokeError, match="status 3\nwhy"):
+        smoke.run(say, tmp_path)
+    with pytest.raises(smoke.SmokeError):
+        smoke.run([str(tmp_path / "nothing")], tmp_path)
+
+
 # Slow: built, installed, tried
 
 
@@ -263,21 +309,7 @@ def test_every_dependency_has_a_wheel(version: str) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(INSTALL_SECONDS + 3 * RUN_SECONDS)
 def test_a_new_user_with_the_wheel_in_an_empty_environment(built: Path, tmp_path: Path) -> None:
-    """A plain installation runs the README's blocks; the extra brings the command and the demo."""
-    run([sys.executable, "-m", "venv", "env"], tmp_path, 120)
-    python = str(tmp_path / "env" / "bin" / "python")
-    wheel = str(next(built.glob("*.whl")))
-    install = [python, "-m", "pip", "install", "-q", "-c", str(ROOT / "constraints.txt")]
-    run([*install, wheel], tmp_path, INSTALL_SECONDS)
-    blocks = re.findall(r"^```python\n(.*?)^```$", text_of("README.md"), re.M | re.S)
-    assert blocks
-    for number, block in enumerate(blocks):
-        folder = tmp_path / str(number)
-        folder.mkdir()
-        (folder / "script.py").write_text(block, encoding="utf-8")
-        run([python, "script.py"], folder, RUN_SECONDS)
-    command = str(tmp_path / "env" / "bin" / "torchrelay")
-    assert "pip install 'torchrelay[cli]'" in run([command, "--version"], tmp_path, 60, code=2)
-    run([*install, f"{wheel}[cli]"], tmp_path, INSTALL_SECONDS)
-    assert f"torchrelay {__version__}" in run([command, "--version"], tmp_path, 60)
-    run([command, "demo", "--small"], tmp_path, RUN_SECONDS)
+    """A plain installation runs the README's scripts; the extra brings the command and the demo."""
+    assert smoke.scripts()
+    pins = ("-c", str(ROOT / "constraints.txt"))
+    smoke.try_archive(sys.executable, next(built.glob("*.whl")), tmp_path, pins)
