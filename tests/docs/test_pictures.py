@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import re
 import struct
 import xml.etree.ElementTree as ElementTree
 import zlib
@@ -11,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.demo_picture import TimedLines, animated, lines_of
 from tests.docs.test_docs import ROOT
 from tests.support.browser import MISSING, browser_tab, chromium
 
@@ -49,6 +51,27 @@ def test_a_drawing_is_xml(path: Path) -> None:
     root = ElementTree.parse(path).getroot()
     assert root.tag == "{http://www.w3.org/2000/svg}svg" and root.get("viewBox")
     assert any(text.strip() for text in root.itertext())
+
+
+def test_the_demo_is_a_recording() -> None:
+    """Lines appear in the order in which they were printed; without animations all are there."""
+    text = (ROOT / "docs" / "demo.svg").read_text("utf-8")
+    lines = lines_of(text)
+    assert len(lines) > 15 and lines == list(range(lines[0], lines[-1] + 1))
+    begins = re.findall(r"@keyframes demo-at-\d+ \{ 0%, ([\d.]+)% \{ opacity: 0 \}", text)
+    assert list(map(float, begins)) == sorted(map(float, begins))
+    assert text.count("opacity: 0 ") == len(lines) and "prefers-reduced-motion" in text
+
+
+def test_lines_of_a_recording_appear_at_their_times() -> None:
+    printed = TimedLines()
+    printed.write("a\nb\n")
+    printed.write("c")
+    assert len(printed.times) == 2 and printed.times == sorted(printed.times)
+    found = animated("<style>\n</style>", [0.0, 3.0, 6.0])
+    assert lines_of(found) == [1, 2]
+    assert "0%, 29.99% { opacity: 0 } 30.00%" in found
+    assert "0%, 59.99% { opacity: 0 } 60.00%" in found
 
 
 @pytest.mark.parametrize("path", [p for p in PICTURES if p.suffix == ".png"], ids=name_of)
