@@ -24,7 +24,7 @@ PLAYED_SECONDS, HELD_SECONDS = 12.0, 8.0
 
 
 class TimedLines(io.StringIO):
-    """What is printed, and the time at which each line was complete."""
+    """Printed text, and the time at which each line of it was complete."""
 
     def __init__(self) -> None:
         super().__init__()
