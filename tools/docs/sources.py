@@ -19,7 +19,11 @@ PAGES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
         ("relay.py", "results.py", "progress.py", "resharding", "transports"),
         ("relay", "transports", "known_faults"),
     ),
-    "checkpointer": (("checkpointer", "loading", "pending.py"), ("checkpointer",)),
+    "checkpointer": (
+        ("checkpointer", "loading", "mirror", "pending.py"),
+        ("checkpointer", "mirror"),
+    ),
+    "replicas": (("replicas",), ("replicas",)),
     "endpoint": (("endpoint", "sources"), ("endpoint",)),
     "keeper": (("keeper",), ("keeper",)),
     "recovery": (("recovery",), ("recovery",)),
