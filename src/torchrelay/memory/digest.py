@@ -68,6 +68,41 @@ class RunningDigest:
         self._left, self._cells = CELL_BYTES, b""
 
 
+class ChunkDigests:
+    """The digests of a file's chunks, of bytes that come in order, from the begin of a chunk on.
+
+    They are put into `found`, where they belong among those of all chunks. Chunks whose digests are
+    in `known`, which has zeros for the others, are not hashed.
+    """
+
+    def __init__(
+        self, nbytes: int, chunk_bytes: int, found: bytearray, known: bytes | bytearray = b""
+    ) -> None:
+        self._nbytes, self._chunk_bytes = nbytes, chunk_bytes
+        self._found, self._known = found, known
+        self._running = RunningDigest()  # of a chunk that comes in several pieces
+
+    def add(self, position: int, data: Any) -> None:
+        """The bytes at a position of the file."""
+        view = memoryview(data).cast("B")
+        at, stop = position, position + len(view)
+        while at < stop:
+            chunk = at // self._chunk_bytes
+            begin = chunk * self._chunk_bytes
+            end = min(begin + self._chunk_bytes, self._nbytes)
+            place = slice(chunk * DIGEST_BYTES, (chunk + 1) * DIGEST_BYTES)
+            some = view[at - position : min(end, stop) - position]
+            if not any(self._known[place]):
+                if len(some) == end - begin:  # as nearly all are
+                    self._found[place] = digest(some)
+                else:
+                    self._running.update(some)
+                    if stop >= end:
+                        self._found[place] = self._running.digest()
+                        self._running.reset()
+            at = min(end, stop)
+
+
 class RollingDigest:
     """The digest of a stretch of the stream, of bytes that lie here and there in host memory.
 

@@ -5,14 +5,14 @@ The memory does not change meanwhile: the caller of the save waits.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
-from itertools import islice
+from itertools import islice, pairwise
 
 import torch
 
 from torchrelay.geometry import DIGEST_BYTES
-from torchrelay.memory.digest import RunningDigest
+from torchrelay.memory.digest import ChunkDigests
 from torchrelay.memory.pages import host_view
 from torchrelay.memory.pool import cores
 from torchrelay.memory.thread_pool import run_on_threads
@@ -39,7 +39,7 @@ class FileHashing:
         """Which of several files has these digests, if one has; else a chunk that none of them has.
         Chunk `first` is looked at first, and the search ends with a chunk that differs."""
         left = list(range(len(candidates)))
-        order = iter([first, *(n for n in range(self.chunks) if n != first)])
+        order = iter([first, *[n for n in range(self.chunks) if n != first]])
         batch = [next(order)]
         while batch:
             self._hash(batch)
@@ -71,15 +71,24 @@ class FileHashing:
         return partial(self._do, buffer)
 
     def _do(self, buffer: torch.Tensor | None, chunks: list[int]) -> None:
-        for chunk in chunks:
-            start = chunk * self._file.chunk_bytes
-            stop = min(start + self._file.chunk_bytes, self._file.nbytes)
-            found = RunningDigest()
+        size, nbytes = self._file.chunk_bytes, self._file.nbytes
+        digests = ChunkDigests(nbytes, size, self._digests)
+        for first, stop in _stretches(chunks):
+            start, end = first * size, min(stop * size, nbytes)
             if buffer is None:
-                for _, address, nbytes in self._stream.host.within(start, stop):
-                    found.update(host_view(address, nbytes))
-            else:
-                self._stream.read(start, stop, buffer)
-                found.update(host_view(buffer.data_ptr(), stop - start))
-            at = chunk * DIGEST_BYTES
-            self._digests[at : at + DIGEST_BYTES] = found.digest()
+                for position, address, some in self._stream.host.within(start, end):
+                    digests.add(position, host_view(address, some))
+                continue
+            for at in range(start, end, buffer.numel()):
+                until = min(at + buffer.numel(), end)
+                self._stream.read(at, until, buffer)
+                digests.add(at, host_view(buffer.data_ptr(), until - at))
+
+
+def _stretches(chunks: Sequence[int]) -> Iterator[tuple[int, int]]:
+    """Chunks in ascending order that follow each other: the first, and the one behind the last."""
+    first = chunks[0]
+    for one, other in pairwise([*chunks, -1]):
+        if other != one + 1:
+            yield first, one + 1
+            first = other

@@ -18,7 +18,7 @@ from itertools import zip_longest
 from typing import TYPE_CHECKING, NamedTuple
 
 from torchrelay.errors import CheckpointError
-from torchrelay.memory.digest import RunningDigest
+from torchrelay.memory.digest import ChunkDigests
 from torchrelay.memory.pages import host_view
 from torchrelay.memory.thread_pool import run_on_threads
 from torchrelay.shortage import raise_shortage
@@ -163,17 +163,11 @@ class FileWriter:
 
     def _write(self, part: Range, buffer: ctypes.Array[ctypes.c_char]) -> None:
         file, sink = self._files[part.file], self._sinks[part.file]
-        size = part.stop - part.start if _are_known(file, *part[1:3]) else file.chunk_bytes
-        for at in range(part.start, part.stop, size):
-            end = min(at + size, part.stop)
-            hasher = None if _are_known(file, at, end) else RunningDigest()
-            for position, view in _pieces(part.memory, at, end, buffer):
-                if hasher is not None:
-                    hasher.update(view)
-                sink.write(position, view)
-            if hasher is not None:
-                place = at // size * 16
-                self._digests[part.file][place : place + 16] = hasher.digest()
+        found = self._digests[part.file]
+        digests = ChunkDigests(file.nbytes, file.chunk_bytes, found, file.digests)
+        for position, view in _pieces(part.memory, part.start, part.stop, buffer):
+            digests.add(position, view)
+            sink.write(position, view)
 
     def finish(self) -> Written:
         """Make the files durable."""
@@ -195,17 +189,16 @@ class FileWriter:
         assert file.source is not None
         self._sinks[number] = sink = self._draft.open(file.name, file.nbytes)
         buffer = memoryview(bytearray(min(PIECE, file.nbytes)))
-        for chunk, start in enumerate(range(0, file.nbytes, file.chunk_bytes)):
-            hasher = RunningDigest()
-            stop = min(start + file.chunk_bytes, file.nbytes)
-            for at in range(start, stop, PIECE):
-                view = buffer[: min(PIECE, stop - at)]
-                self._draft.read(file.source, at, view)
-                hasher.update(view)
-                sink.write(at, view)
-            if hasher.digest() != file.digests[16 * chunk : 16 * chunk + 16]:
-                why = f"bytes {start} to {stop} of {file.source.name} are damaged in step"
-                raise OSError(errno.EIO, f"{why} {file.source.step}")
+        found = bytearray(len(file.digests))
+        digests = ChunkDigests(file.nbytes, file.chunk_bytes, found)
+        for at in range(0, file.nbytes, PIECE):
+            view = buffer[: min(PIECE, file.nbytes - at)]
+            self._draft.read(file.source, at, view)
+            digests.add(at, view)
+            sink.write(at, view)
+        if found != file.digests:
+            why = f"{file.source.name} is damaged in step {file.source.step}"
+            raise OSError(errno.EIO, why)
         sink.finish()
 
     def abort(self) -> None:
@@ -236,23 +229,16 @@ class FileWriter:
             ) from fault
 
 
-def _are_known(file: FileSpec, start: int, stop: int) -> bool:
-    """Whether the digests of all chunks of a range are known."""
-    first, last = start // file.chunk_bytes, -(-stop // file.chunk_bytes)
-    known = file.digests[16 * first : 16 * last]
-    return bool(known) and all(any(known[at : at + 16]) for at in range(0, len(known), 16))
-
-
 def _pieces(
     memory: Runs | int, start: int, stop: int, buffer: ctypes.Array[ctypes.c_char]
 ) -> Iterator[tuple[int, memoryview]]:
-    """The bytes [start, stop) by their positions, where no one else can change them: in one piece,
-    or one after the other in the caller's buffer."""
-    if isinstance(memory, int):
-        yield start, host_view(memory + start, stop - start)
-        return
+    """The bytes [start, stop) by their positions, a piece after the other, where no one else can
+    change them: where they are, or in the caller's buffer."""
     whole = memoryview(buffer).cast("B")
-    for at in range(start, stop, len(buffer)):
-        end = min(at + len(buffer), stop)
+    for at in range(start, stop, PIECE):
+        end = min(at + PIECE, stop)
+        if isinstance(memory, int):
+            yield at, host_view(memory + at, end - at)
+            continue
         memory.gather(at, end, ctypes.addressof(buffer))
         yield at, whole[: end - at]
