@@ -8,11 +8,15 @@ import sys
 from contextlib import closing
 from pathlib import Path
 
+import pytest
+
 from torchrelay.stores.locate import open_store
 from torchrelay.stores.opening import open_step
 
 EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "silent_corruption" / "train.py"
 SECONDS = 150
+
+pytestmark = pytest.mark.timeout(2 * SECONDS + 20)  # a job starts and restarts two interpreters
 
 
 def run(folder: Path, *words: str, program: Path = EXAMPLE) -> tuple[int, str]:
@@ -33,23 +37,35 @@ def checksums(output: str) -> set[str]:
     return set(re.findall(r"rank \d ends after step 30, checksum (\S+)", output))
 
 
-def test_the_job_stops_and_resumes(tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The output of a run in which no bit flips."""
+    code, output = run(tmp_path_factory.mktemp("undisturbed") / "steps", "--flip", "0")
+    assert code == 0 and len(checksums(output)) == 1, output
+    assert "ReplicaError" not in output
+    return output
+
+
+# Found by the comparison, before a save; and by the save alone.
+@pytest.mark.parametrize(
+    "words",
+    [
+        pytest.param([], id="compared"),
+        pytest.param(["--compare", "1000"], id="saved", marks=pytest.mark.slow),
+    ],
+)
+def test_the_job_stops_and_resumes(words: list[str], undisturbed: str, tmp_path: Path) -> None:
     assert len(EXAMPLE.read_text().splitlines()) <= 60
-    code, undisturbed = run(tmp_path / "undisturbed", "--flip", "0")
-    assert code == 0 and len(checksums(undisturbed)) == 1, undisturbed
-    assert "ReplicaError" not in undisturbed
-    # Found by the comparison, before a save; and by the save alone.
-    for name, words in (("compared", []), ("saved", ["--compare", "1000"])):
-        code, output = run(tmp_path / name, *words)
-        assert code == 0, output
-        assert "ReplicaError" in output and "model.0.weight (parameter) on ranks 0, 1" in output
-        starts = re.findall(r"rank 1 starts after step (\d+)", output)
-        assert starts == ["0", "10"], output
-        assert checksums(output) == checksums(undisturbed)
-        store = open_store(tmp_path / name)
-        for step in store.steps():
-            with closing(open_step(store, step)) as opened:
-                assert opened.record.mark is None
+    code, output = run(tmp_path / "steps", *words)
+    assert code == 0, output
+    assert "ReplicaError" in output and "model.0.weight (parameter) on ranks 0, 1" in output
+    starts = re.findall(r"rank 1 starts after step (\d+)", output)
+    assert starts == ["0", "10"], output
+    assert checksums(output) == checksums(undisturbed)
+    store = open_store(tmp_path / "steps")
+    for step in store.steps():
+        with closing(open_step(store, step)) as opened:
+            assert opened.record.mark is None
 
 
 # The example with marks in place of errors. Rank 1 is killed after a marked step was saved.
@@ -72,11 +88,9 @@ runpy.run_path({str(EXAMPLE)!r}, run_name="__main__")
 """
 
 
-def test_a_killed_job_does_not_resume_from_a_marked_step(tmp_path: Path) -> None:
+def test_a_killed_job_does_not_resume_from_a_marked_step(undisturbed: str, tmp_path: Path) -> None:
     program = tmp_path / "program.py"
     program.write_text(MARKED)
-    code, undisturbed = run(tmp_path / "undisturbed", "--flip", "0")
-    assert code == 0
     code, output = run(tmp_path / "marked", program=program)
     assert code == 0, output
     assert "step 20 is saved and marked" in output and "model.0.weight on ranks 0, 1" in output
