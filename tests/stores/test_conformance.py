@@ -384,7 +384,7 @@ def test_a_draft_that_was_left_is_continued(place: Place) -> None:
 
 def test_a_draft_that_was_left_stays_for_a_day(place: Place) -> None:
     if place.kind == "memory":
-        pytest.skip("a store in memory is the only one that has it")
+        pytest.skip("no such case: a store in memory is the only one that has it")
     store = open_store(place.kind, place.where, grace=86400)
     left = store.draft(5, "copy-0-abc")
     left.begin()
