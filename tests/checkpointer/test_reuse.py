@@ -332,6 +332,22 @@ def test_a_damaged_file_is_damaged_in_every_step_that_has_it(root: Path) -> None
         assert held.verify(5) == 5
 
 
+@pytest.mark.parametrize("seen", ["load", "verify"])
+def test_damage_that_was_seen_in_an_older_step_is_not_carried_on(seen: str, root: Path) -> None:
+    """The newest step has the damaged file too, and no one has read it there."""
+    job = Job()
+    with tr.Checkpointer(root, no_dist=True) as held:
+        for step in (1, 2, 3):
+            job.train()
+            held.save(step, job.objects)
+        flip(shared_file(root, 3))
+        with pytest.raises(tr.errors.DamagedError):
+            getattr(held, seen)(step=1)
+        assert held.save(4, job.objects).bytes_reused == 0 and held.verify(4) == 4
+        job.train()
+        assert held.save(5, job.objects).bytes_reused > 0 and held.verify(5) == 5
+
+
 @pytest.mark.parametrize("how", SAVES)
 def test_a_step_that_goes_during_a_save(
     how: str, root: Path, monkeypatch: pytest.MonkeyPatch
@@ -470,3 +486,14 @@ def test_the_command_line_shows_it_and_reads_shared_bytes_once(
     flip(shared_file(root, 3))
     found = json.loads(command("verify", str(root), "--all", "--json").stdout)
     assert [bool(one["damage"]) for one in found] == [True, True, True]
+
+
+def test_damage_that_the_mirror_mends_is_not_carried_on(root: Path, tmp_path: Path) -> None:
+    job = Job()
+    with tr.Checkpointer(root, mirror=tmp_path / "mirror", no_dist=True) as held:
+        held.save(1, job.objects)
+    flip(max((root / "step-1").glob("*.safetensors"), key=lambda file: file.stat().st_size))
+    with tr.Checkpointer(root, mirror=tmp_path / "mirror", no_dist=True) as held:
+        with pytest.warns(RuntimeWarning, match="mirror"):
+            assert held.restore(job.objects) == 1
+        assert held.save(2, job.objects).bytes_reused == 0 and held.verify(2) == 2

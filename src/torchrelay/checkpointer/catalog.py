@@ -46,6 +46,7 @@ class StepCatalog:
         self.store = store
         self._keep, self._retained = keep, retained
         self.damaged: set[int] = set()  # steps that a load found damaged
+        self.damage_seen = 0  # how often something was found damaged
         self._checked: dict[int, _Checked] = {}
 
     @property
@@ -75,7 +76,12 @@ class StepCatalog:
         with storage_faults("list the steps", self.url):
             opened = open_step(self.store, step, patience)
         with closing(opened):
-            check_chunks(opened.files, opened.record, Bar(progress, opened.record.volume_bytes).add)
+            bar = Bar(progress, opened.record.volume_bytes)
+            try:
+                check_chunks(opened.files, opened.record, bar.add)
+            except DamagedError:
+                self.note_damage()
+                raise
             assert opened.record.step is not None
             return opened.record.step
 
@@ -104,7 +110,13 @@ class StepCatalog:
 
     def note_damaged(self, steps: Iterable[int]) -> None:
         """A load found steps damaged: they count neither for retention nor as the newest."""
-        self.damaged.update(steps)
+        for step in steps:
+            self.damaged.add(step)
+            self.note_damage()
+
+    def note_damage(self) -> None:
+        """Bytes were found damaged, of whatever step."""
+        self.damage_seen += 1
 
     # Before a save.
 

@@ -36,6 +36,7 @@ class PreviousSteps:
         self._catalog, self._full_every = catalog, full_every
         self._last: Previous | None = None
         self._refused: set[tuple[int, str]] = set()
+        self._damage_seen = self._damage_left_behind = 0
 
     # On the coordinator.
 
@@ -81,6 +82,16 @@ class PreviousSteps:
         self._refused.add((previous.step, previous.version))
 
     # On every rank.
+
+    def saw_damage(self) -> bool:
+        """Whether this rank has seen damage, in whatever step, since a save wrote everything. Then
+        the next one does: steps share files, and the state in memory has the true bytes."""
+        self._damage_seen = self._catalog.damage_seen
+        return self._damage_seen > self._damage_left_behind
+
+    def wrote_everything(self) -> None:
+        """A step was committed that took nothing from another."""
+        self._damage_left_behind = self._damage_seen
 
     def known(self, previous: Previous | None) -> KnownStep | None:
         """A step, as far as this rank needs to know it; None if it cannot be read."""

@@ -46,7 +46,8 @@ from torchrelay.stores.tokens import new_token
 
 
 class _ShareReport(msgspec.Struct, array_like=True, frozen=True):
-    """What a rank has written: its part of the record, and the bytes that it reused."""
+    """The report of a rank that has written its share: its part of the record, and the bytes that
+    it reused."""
 
     record: bytes
     reused: Annotated[int, msgspec.Meta(ge=0)]
@@ -97,9 +98,9 @@ class SaveAttempt:
 
         def mine() -> bytes:
             wait(deadline.left())
-            return b""
+            return b"damage" if self._steps is not None and self._steps.saw_damage() else b""
 
-        def decide(_: list[bytes]) -> list[bytes]:
+        def decide(messages: list[bytes]) -> list[bytes]:
             look = partial(self._catalog.check_order, save.step, overwrite=save.overwrite)
             listing = bounded(look, deadline.early(), "list the steps", file=store.url)
             if save.step in listing and self._catalog.is_marked(save.step):
@@ -109,7 +110,7 @@ class SaveAttempt:
             )
             draft.begin(listing)
             save.draft = draft
-            if self._steps is not None:
+            if self._steps is not None and not any(messages):
                 choose = partial(self._steps.choose, listing)
                 self._previous = bounded(choose, deadline.early(), "look at the step before")
             answer = _encode((draft.token, draft.id, draft.files.place, self._previous))
@@ -221,6 +222,8 @@ class SaveAttempt:
                 save.call.drain()
         self.stage = SaveStage.COMMITTED
         if self._steps is not None and save.draft is not None:
+            if self._previous is None:
+                self._steps.wrote_everything()
             self._steps.reuse.committed(save.draft.token, written.share, written.digests)
         if self._ranks.coordinates:
             self._prune(sizes, marked=planned.mark is not None)

@@ -14,7 +14,7 @@ from torchrelay.checkpointer.mirror import MirrorSteps
 from torchrelay.coordination.call import Call
 from torchrelay.coordination.coordinator import Coordinator
 from torchrelay.deadlines import Deadline
-from torchrelay.errors import RecoveryError, StepNotFoundError
+from torchrelay.errors import DamagedError, RecoveryError, StepNotFoundError
 from torchrelay.loading.first_start import has_steps
 from torchrelay.loading.loader import Loader, LoadRequest
 from torchrelay.mirror.source import MirroredSource, sources_of
@@ -34,7 +34,9 @@ class StoredSteps:
     def source(self) -> Source:
         """The steps of both."""
         root = StoreSource(self.catalog.store)
-        return root if self._mirror is None else MirroredSource(root, self._mirror.source())
+        if self._mirror is None:
+            return root
+        return MirroredSource(root, self._mirror.source(), self.catalog.note_damage)
 
     @property
     def mirror_failures(self) -> int:
@@ -50,6 +52,9 @@ class StoredSteps:
         with ranks.measured("load", request.step) as measured:
             try:
                 loaded = loader.load(call, request, deadline)
+            except DamagedError:
+                self.catalog.note_damage()
+                raise
             finally:
                 self._note_damaged(loader.damaged)
             measured.end(loaded.report)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from functools import partial
 
 from torchrelay.deadlines import Deadline
@@ -20,11 +20,14 @@ class MirroredSource:
 
     Chunks that the root does not give right come from the mirror, if it has the same step. A mirror
     that cannot be asked is an error only where the root has no step: else the root's are used, with
-    a warning.
+    a warning. `note_damage` is called when bytes are found damaged.
     """
 
-    def __init__(self, root: Source, mirror: Source) -> None:
+    def __init__(
+        self, root: Source, mirror: Source, note_damage: Callable[[], None] = lambda: None
+    ) -> None:
         self.sources = (root, mirror)
+        self._note_damage = note_damage
         self.name, self.cost = root.name, root.cost
 
     def steps(self, deadline: Deadline) -> Iterable[int]:
@@ -43,10 +46,10 @@ class MirroredSource:
         root, mirror = self.sources
         try:
             other = OtherSource(mirror.name, partial(mirror.open, step, deadline))
-            return _mended(root.open(step, deadline), [other])
+            return _mended(root.open(step, deadline), [other], self._note_damage)
         except (StepNotFoundError, DamagedError) as fault:
             try:
-                found = _mended(mirror.open(step, deadline), [])
+                found = _mended(mirror.open(step, deadline), [], self._note_damage)
             except StepNotFoundError:
                 raise fault from None
             logger.warning("step %d is taken from %s: %s", step, mirror.name, fault)
@@ -62,9 +65,11 @@ def sources_of(source: Source) -> tuple[Source, ...]:
     return source.sources if isinstance(source, MirroredSource) else (source,)
 
 
-def _mended(first: Opened, others: list[OtherSource]) -> _MirroredStep:
+def _mended(
+    first: Opened, others: list[OtherSource], note_damage: Callable[[], None]
+) -> _MirroredStep:
     try:
-        return _MirroredStep(first, others)
+        return _MirroredStep(first, others, note_damage)
     except BaseException:  # its record is damaged
         first.close()
         raise
@@ -73,8 +78,15 @@ def _mended(first: Opened, others: list[OtherSource]) -> _MirroredStep:
 class _MirroredStep(MendedStep):
     """Warns where bytes of the root are replaced: a later load may find the mirror gone."""
 
+    def __init__(
+        self, first: Opened, others: list[OtherSource], note_damage: Callable[[], None]
+    ) -> None:
+        super().__init__(first, others)
+        self._note_damage = note_damage
+
     def mend(self, name: str, start: int, stop: int, why: str) -> bool:
         known = bool(self.lost)
+        self._note_damage()
         mended = super().mend(name, start, stop, why)
         names = [one.name for one in self.others if one.bytes]
         if mended and names and not known:
